@@ -1,0 +1,145 @@
+"""Open a graph directory (docs/graph-format.md): its manifest, its labels, its mapped query index."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+
+FORMAT = "sattle-graph"
+FORMAT_VERSION = 1
+SPLITS = ("train", "valid", "test")
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class GraphError(ValueError):
+    """A graph directory that cannot be used, said in one line for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryIndex:
+    """One split's triples grouped by query, mapped from disk: query i has targets[offsets[i]:offsets[i + 1]]."""
+
+    queries: Int64s  # [Q] keys source * num_relations_both + relation, increasing
+    offsets: Int64s  # [Q + 1]
+    targets: Int32s  # [T] increasing within a query
+    num_relations_both: int  # 2R: relations and their inverses
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def split_keys(self, keys: Int64s) -> tuple[Int64s, Int64s]:
+        """Turn query keys [n] into sources [n] and relations [n], inverse relations at R and above."""
+        return keys // self.num_relations_both, keys % self.num_relations_both
+
+    def targets_of(self, places: Int64s) -> tuple[Int64s, Int32s]:
+        """Give the number of targets [n] of the queries at these places, and their targets one after the other."""
+        starts = self.offsets[places]
+        counts = self.offsets[places + 1] - starts
+        return counts, self.targets[concatenated_ranges(starts, counts)]
+
+    def known_targets(self, keys: Int64s) -> tuple[Int64s, Int32s]:
+        """Like `targets_of` for query keys; a query the split does not hold has no targets."""
+        places = np.searchsorted(self.queries, keys)
+        found = places < len(self.queries)
+        found[found] = self.queries[places[found]] == keys[found]
+        counts = np.zeros(len(keys), np.int64)
+        counts[found], targets = self.targets_of(places[found])
+        return counts, targets
+
+
+def concatenated_ranges(starts: Int64s, counts: Int64s) -> Int64s:
+    """Concatenate arange(start, start + count) for every pair."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - (ends - counts), counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    path: Path
+    name: str
+    checksum: str
+    num_entities: int
+    num_relations: int
+    num_triples: dict[str, int]
+    """Triples by split."""
+
+    @classmethod
+    def open(cls, path: Path) -> Graph:
+        """Read the manifest of the graph at `path`; raise GraphError with the reason where that is no graph."""
+        manifest = read_manifest(path)
+        try:
+            return cls(
+                path=path,
+                name=str(manifest["name"]),
+                checksum=str(manifest["checksum"]),
+                num_entities=int(manifest["num_entities"]),
+                num_relations=int(manifest["num_relations"]),
+                num_triples={split: int(manifest["splits"][split]["triples"]) for split in SPLITS},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise GraphError(f"{path}/manifest.json is damaged ({error!r}); ingest the graph again") from None
+
+    def index(self, split: str) -> QueryIndex:
+        """Map the grouped index of a split; nothing is read before it is touched."""
+        folder = self.path / "index" / f"split={split}"
+        try:
+            queries, offsets, targets = (
+                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                for name in ("queries", "offsets", "targets")
+            )
+        except (OSError, ValueError) as error:
+            raise GraphError(f"{folder} cannot be read ({error}); ingest the graph again") from None
+        if len(offsets) != len(queries) + 1 or len(targets) != 2 * self.num_triples[split]:
+            raise GraphError(f"{folder} does not fit its manifest; ingest the graph again")
+        # A zero-length file cannot be mapped; numpy then gives a plain empty array, which serves as well.
+        return QueryIndex(
+            queries=queries, offsets=offsets, targets=targets, num_relations_both=2 * self.num_relations
+        )
+
+    def entity_labels(self) -> list[str]:
+        """Read all entity labels, in the order of their ids."""
+        return self._labels("entities")
+
+    def relation_labels(self) -> list[str]:
+        """Read all relation labels, in the order of their ids."""
+        return self._labels("relations")
+
+    def _labels(self, table: str) -> list[str]:
+        try:
+            labels: list[str] = (
+                pq.read_table(self.path / f"{table}.parquet", columns=["label"])["label"].to_pylist()
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise GraphError(f"{self.path}/{table}.parquet cannot be read ({error})") from None
+        return labels
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read and check the head of manifest.json: a graph of a format version this release knows."""
+    if not path.exists():
+        raise GraphError(f"no graph at {path}; make one with `sattle-ingest triples.tsv --out {path}`")
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise GraphError(f"{path} is not a graph directory (it has no manifest.json); make one with sattle-ingest")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GraphError(f"{file} cannot be read ({error}); ingest the graph again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise GraphError(f"{file} does not describe a {FORMAT}")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise GraphError(
+            f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}: "
+            "upgrade sattle-dist, or ingest the graph again with this release"
+        )
+    return manifest
