@@ -1,0 +1,1 @@
+"""One script per question; each writes what it measured into results/."""

@@ -1,0 +1,128 @@
+"""The commands `sattle-ingest` (`sattle ingest`), `sattle info` and `sattle sql`: options in, messages out."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ingest.build import IngestReport, ingest_triples
+from ingest.errors import IngestError
+from ingest.options import FORMATS, SPLITS, IngestOptions, parse_size
+from ingest.progress import StageDisplay
+
+
+class UserError(click.ClickException):
+    """An error the user can mend; exit code 2."""
+
+    exit_code = 2
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except IngestError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Columns(click.ParamType[tuple[str, ...]]):
+    name = "source,relation,target"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        columns = value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(","))
+        if len(columns) != 3:
+            self.fail(f"{value!r} must name three columns, such as 1,3,2 or subject,predicate,object", param, ctx)
+        return columns
+
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(name="ingest", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("inputs", nargs=-1, metavar="INPUT...")
+@click.option("--out", type=_PATH, help="Graph directory to write.  [default: INPUT's name with .graph, here]")
+@click.option("--train", multiple=True, metavar="FILE", help="Training triples; may be repeated.")
+@click.option("--valid", multiple=True, metavar="FILE", help="Validation triples; may be repeated.")
+@click.option("--test", multiple=True, metavar="FILE", help="Test triples; may be repeated.")
+@click.option("--append-to", type=_PATH, metavar="GRAPH", help="Extend this graph; its ids stay as they are.")
+@click.option("--name", help="Name of the graph.  [default: from --out]")
+@click.option("--format", "format", type=click.Choice(FORMATS), default="auto", show_default=True)
+@click.option("--columns", type=_Columns(), help="Columns of a triple: positions from 1, or names with --header.")
+@click.option("--header", is_flag=True, help="The first line of every file is a header.")
+@click.option("--delimiter", help="Byte between fields; \\t is a tab.  [default: tab, comma for CSV]")
+@click.option("--comment", metavar="TEXT", help="Pass over lines that start with this.")
+@click.option("--strip", is_flag=True, help="Cut blanks around fields and at the end of lines.")
+@click.option("--on-reject", type=click.Choice(("error", "skip")), default="error", show_default=True)
+@click.option("--max-line-bytes", type=int, default=1 << 20, show_default=True, help="Longer lines are malformed.")
+@click.option("--valid-fraction", type=float, help="Share of an unsplit input for valid.  [default: 0.05]")
+@click.option("--test-fraction", type=float, help="Share of an unsplit input for test.  [default: 0.05]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the split.")
+@click.option("--force", is_flag=True, help="Replace an existing graph.")
+@click.option("--memory-limit", type=_Size(), help="Such as 4GB.  [default: half of the machine]")
+@click.option("--threads", type=int, help="[default: one per processor]")
+@click.option("--temp-dir", type=_PATH, help="Where to spill.  [default: beside the graph]")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def ingest(
+    inputs: tuple[str, ...],
+    train: tuple[str, ...],
+    valid: tuple[str, ...],
+    test: tuple[str, ...],
+    quiet: bool,
+    **values: Any,
+) -> None:
+    """Turn triples into a graph directory of Parquet.
+
+    INPUT is a file of triples (TSV, CSV, N-Triples or Parquet; plain, gz, zst or bz2), several, a glob, - for standard
+    input, or a directory with train, valid and test files. An unsplit input is split by a hash of its triples.
+    """
+    if values["delimiter"] == "\\t":
+        values["delimiter"] = "\t"
+    display = nullcontext() if quiet else StageDisplay(sys.stderr)
+    try:
+        with display as progress:
+            report = ingest_triples(
+                inputs, train=train, valid=valid, test=test, options=IngestOptions(**values), progress=progress
+            )
+    except IngestError as error:
+        raise UserError(str(error)) from None
+    if not quiet:
+        _print_report(report)
+
+
+def _print_report(report: IngestReport) -> None:
+    manifest = report.manifest
+    lines, splits = manifest["lines"], manifest["splits"]
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(
+        f"lines: {lines['read']:,} read = {lines['kept']:,} kept + {lines['duplicates']:,} duplicates + "
+        f"{lines['rejected']:,} rejected ({lines['blank']:,} empty, {lines['comments']:,} comment and "
+        f"{lines['headers']:,} header lines besides)"
+    )
+    click.echo(
+        f"{report.path}: {manifest['num_entities']:,} entities, {manifest['num_relations']:,} relations; "
+        + ", ".join(f"{split} {splits[split]['triples']:,}" for split in SPLITS)
+    )
+    if manifest["split"]["how"] == "hash":
+        moved = manifest["split"]["moved_to_train"]
+        click.echo(
+            f"split by hash (seed {manifest['split']['seed']}); moved to train, which lacked their entities or relations: "
+            f"{moved['valid']:,} from valid, {moved['test']:,} from test"
+        )
+    if lines["rejected"]:
+        click.echo(f"rejected lines: {report.path / 'rejects.parquet'}")
+
+
+def main() -> None:
+    """Run `sattle-ingest`."""
+    ingest(prog_name="sattle-ingest")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The manifest of a graph: writing it, opening it, and verifying the files it vouches for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from ingest.errors import IngestError
+from ingest.options import SPLITS
+
+FORMAT = "sattle-graph"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+INDEX_ARRAYS = ("queries", "offsets", "targets")
+_PIECE = 1 << 22
+
+
+def sha256_of(path: Path, skip: int = 0) -> str:
+    """Hash a file, leaving out its first `skip` bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(skip)
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def graph_files(graph: Path) -> list[str]:
+    """List the files of a graph, manifest left out, as relative names."""
+    found = (path.relative_to(graph).as_posix() for path in graph.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def content_checksum(graph: Path) -> str:
+    """Name the content: a hash over the labels in id order and the index arrays, whatever the layout of the files.
+
+    It is the sha256 of lines `part length sha256`, where part is a label column (its lengths in bytes as little-endian
+    int64, then its bytes, hashed apart) or an index array (its elements as little-endian integers).
+    """
+    tasks: list[tuple[str, Any, Path]] = [
+        *((table, _hash_labels, graph / f"{table}.parquet") for table in ("entities", "relations")),
+        *(
+            (f"{split}/{array}", _hash_array, graph / "index" / f"split={split}" / f"{array}.npy")
+            for split in SPLITS
+            for array in INDEX_ARRAYS
+        ),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(lambda task: f"{task[0]} {task[1](task[2])}\n", tasks))
+    return "sha256:" + hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def _hash_labels(path: Path) -> str:
+    lengths, text, count = hashlib.sha256(), hashlib.sha256(), 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(columns=["label"]):
+            labels = batch.column(0)
+            if not len(labels):
+                continue
+            _, offsets, data = labels.buffers()
+            ends = np.frombuffer(offsets, np.int32)[labels.offset : labels.offset + len(labels) + 1]
+            lengths.update(np.diff(ends).astype("<i8").data)
+            if data is not None:
+                text.update(memoryview(data)[int(ends[0]) : int(ends[-1])])
+            count += len(labels)
+    return f"{count} {lengths.hexdigest()} {text.hexdigest()}"
+
+
+def _hash_array(path: Path) -> str:
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        start = file.tell()
+    assert dtype.str in ("<i8", "<i4"), dtype
+    return f"{shape[0]} {sha256_of(path, start)}"
+
+
+def describe_files(graph: Path) -> dict[str, dict[str, Any]]:
+    """Give size and sha256 of every file."""
+    names = graph_files(graph)
+    with ThreadPoolExecutor(2) as pool:
+        digests = list(pool.map(lambda name: sha256_of(graph / name), names))
+    return {
+        name: {"bytes": (graph / name).stat().st_size, "sha256": digest}
+        for name, digest in zip(names, digests, strict=True)
+    }
+
+
+def write_manifest(graph: Path, content: dict[str, Any]) -> None:
+    """Write manifest.json, all of it or none."""
+    text = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, indent=2, ensure_ascii=False)
+    draft = graph / (MANIFEST + ".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(graph / MANIFEST)
+
+
+def read_manifest(graph: Path) -> dict[str, Any]:
+    """Open a graph's manifest; raise IngestError where there is none, or a damaged or newer one."""
+    if not graph.exists():
+        raise IngestError(f"no graph at {graph}")
+    path = graph / MANIFEST
+    if not path.is_file():
+        raise IngestError(f"{graph} is not a graph directory: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise IngestError(f"{path} is damaged ({error}); ingest the graph again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise IngestError(f"{path} does not describe a {FORMAT}")
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise IngestError(
+            f"{graph} has format version {version!r}, this release reads {FORMAT_VERSION}: upgrade sattle-dist, or ingest "
+            "the graph again with this release"
+        )
+    try:
+        for count in (manifest["num_entities"], manifest["num_relations"]):
+            int(count)
+        for split in SPLITS:
+            int(manifest["splits"][split]["triples"]), int(manifest["splits"][split]["queries"])
+        for name, facts in manifest["files"].items():
+            str(name), int(facts["bytes"]), str(facts["sha256"])
+        str(manifest["checksum"]), str(manifest["name"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise IngestError(f"{path} is damaged ({error!r}); ingest the graph again") from None
+    return manifest
+
+
+def check_sizes(graph: Path, manifest: dict[str, Any]) -> None:
+    """Raise IngestError where a file is missing or has another size than the manifest says."""
+    for name, facts in manifest["files"].items():
+        path = graph / name
+        if not path.is_file():
+            raise IngestError(f"{graph} is damaged: {name} is missing; ingest the graph again")
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            raise IngestError(
+                f"{graph} is damaged: {name} has {size} bytes, not {facts['bytes']}; ingest the graph again"
+            )
+
+
+def verify(graph: Path, manifest: dict[str, Any]) -> None:
+    """Recompute every checksum; raise IngestError naming the first file that differs."""
+    check_sizes(graph, manifest)
+    found = describe_files(graph)
+    for name, facts in manifest["files"].items():
+        if found[name]["sha256"] != facts["sha256"]:
+            raise IngestError(f"{graph} is damaged: the checksum of {name} differs; ingest the graph again")
+    extra = sorted(set(found) - set(manifest["files"]))
+    if extra:
+        raise IngestError(f"{graph} holds {extra[0]}, which its manifest does not know; remove it")
+    if content_checksum(graph) != manifest["checksum"]:
+        raise IngestError(f"{graph} is damaged: the checksum of its content differs; ingest the graph again")

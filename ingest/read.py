@@ -1,0 +1,222 @@
+"""Read all sources as batches of labels and account for every line of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ingest.blocks import Block, read_blocks
+from ingest.errors import IngestError
+from ingest.options import SPLITS, IngestOptions
+from ingest.parse import COLUMNS, Layout, Parsed, Reject, header_fields, parse_block
+from ingest.parquet_input import read_parquet
+from ingest.sources import Source, open_bytes
+
+RAW_SCHEMA = pa.schema([*((name, pa.string()) for name in COLUMNS), ("split", pa.uint8())])
+UNSPLIT = 255
+"""Split number of a triple that is to be split by hash."""
+_REJECT_SCHEMA = pa.schema(
+    [("file", pa.string()), ("line", pa.int64()), ("reason", pa.string()), ("text", pa.binary())]
+)
+_NAMED_REJECTS = 5
+_HEADER_WORDS = {"source", "subject", "head", "relation", "predicate", "target", "object", "tail", "subj", "obj", "rel"}
+T = TypeVar("T")
+
+
+@dataclass
+class Lines:
+    """The account: read = kept + duplicates + rejected, and every line of a file is read, blank, comment or header."""
+
+    read: int = 0
+    kept: int = 0
+    duplicates: int = 0
+    rejected: int = 0
+    blank: int = 0
+    comments: int = 0
+    headers: int = 0
+
+    def check(self) -> None:
+        assert self.read == self.kept + self.duplicates + self.rejected, self
+
+
+@dataclass
+class Reader:
+    """Reads sources one after the other; `lines` and `warnings` are complete when `batches` is exhausted."""
+
+    sources: list[Source]
+    options: IngestOptions
+    rejects_path: Path
+    lines: Lines = field(default_factory=Lines)
+    warnings: list[str] = field(default_factory=list)
+    on_lines: Callable[[int], None] = lambda count: None
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the triples of all sources (RAW_SCHEMA); raise IngestError at malformed lines unless they are skipped."""
+        writer: pq.ParquetWriter | None = None
+        blank_edges = 0
+        try:
+            for source in self.sources:
+                split = pa.scalar(SPLITS.index(source.split) if source.split else UNSPLIT, pa.uint8())
+                for parsed in self._parsed(source):
+                    blank_edges += parsed.blank_edges
+                    if parsed.rejects:
+                        self._refuse_rejects(source, parsed.rejects)
+                        writer = writer or pq.ParquetWriter(self.rejects_path, _REJECT_SCHEMA, compression="zstd")
+                        writer.write_batch(_reject_batch(source, parsed.rejects))
+                    self._count(parsed)
+                    if parsed.triples:
+                        column = pa.repeat(split, parsed.triples)
+                        yield pa.record_batch([*parsed.columns, column], schema=RAW_SCHEMA)
+        finally:
+            if writer:
+                writer.close()
+        if blank_edges:
+            self.warnings.append(
+                f"{blank_edges:,} triples have a label that begins or ends with a blank; it was kept as part of the label "
+                "(--strip cuts such blanks)"
+            )
+
+    def _count(self, parsed: Parsed) -> None:
+        self.lines.read += parsed.triples + len(parsed.rejects)
+        self.lines.rejected += len(parsed.rejects)
+        self.lines.blank += parsed.blank
+        self.lines.comments += parsed.comments
+        self.on_lines(self.lines.read)
+
+    def _refuse_rejects(self, source: Source, rejects: list[Reject]) -> None:
+        """Stop at malformed lines unless the user wants them skipped."""
+        if self.options.on_reject == "skip":
+            return
+        shown = [f"{source.path}:{reject.line}: {reject.reason}" for reject in rejects[:_NAMED_REJECTS]]
+        more = "" if len(rejects) <= _NAMED_REJECTS else ", and more"
+        raise IngestError(
+            f"malformed lines: {'; '.join(shown)}{more} (mend them, or put such lines aside with --on-reject skip)"
+        )
+
+    def _parsed(self, source: Source) -> Iterator[Parsed]:
+        """Parse one source, with decoding and decompression errors turned into words."""
+        try:
+            if source.format == "parquet":
+                yield from read_parquet(source.path, self.options.columns)
+            else:
+                yield from self._parsed_text(source)
+        except (OSError, EOFError, pa.ArrowException) as error:
+            raise IngestError(f"cannot read {source.path}: {_first_line(error)}") from None
+
+    def _parsed_text(self, source: Source) -> Iterator[Parsed]:
+        layout: Layout | None = None
+        with open_bytes(source.path) as stream:
+            for block in read_blocks(stream, self.options.max_line_bytes):
+                if layout is None and not block.overlong:
+                    layout, block = self._begin(source, block)
+                yield parse_block(block, layout or self._layout(source, None))
+
+    def _begin(self, source: Source, block: Block) -> tuple[Layout, Block]:
+        """Read the first block's head: take the header off, and learn the number of columns where they are chosen."""
+        head, _, rest = block.data.partition(b"\n")
+        layout = self._layout(source, head)
+        if self.options.header and source.format != "nt":
+            self.lines.headers += 1
+            return layout, Block(rest, block.first_line + 1)
+        names = {name.lower() for name in _try_header(head, layout)}
+        if source.format != "nt" and len(names & _HEADER_WORDS) >= 2:
+            self.warnings.append(
+                f"the first line of {source.path} looks like a header but was taken as a triple (--header passes over it)"
+            )
+        return layout, block
+
+    def _layout(self, source: Source, head: bytes | None) -> Layout:
+        options = self.options
+        delimiter = ord(options.delimiter or ("," if source.format == "csv" else "\t"))
+        layout = Layout(
+            delimiter=delimiter,
+            quoted=source.format == "csv",
+            ntriples=source.format == "nt",
+            comment=options.comment.encode() if options.comment else None,
+            strip=options.strip,
+            max_line_bytes=options.max_line_bytes,
+        )
+        if options.columns is None or head is None or layout.ntriples:
+            return layout
+        try:
+            names = list(header_fields(head, layout))
+        except IngestError as error:
+            raise IngestError(f"{source.path}:1: {error}") from None
+        places = [_place(column, names, source.path, options.header) for column in options.columns]
+        return Layout(**{**layout.__dict__, "positions": tuple(places), "num_fields": len(names)})
+
+
+def _place(column: str, names: list[str], path: str, header: bool) -> int:
+    """Find a column by its name in the header or by its position from 1."""
+    if header and column in names:
+        return names.index(column)
+    if column.isdecimal() and 1 <= int(column) <= len(names):
+        return int(column) - 1
+    if column.isdecimal():
+        raise IngestError(f"--columns {column}: the first line of {path} has {len(names)} fields")
+    if not header:
+        raise IngestError(f"--columns {column}: a name needs --header; without one use positions such as 1,2,3")
+    raise IngestError(f"--columns {column}: the header of {path} has the columns {', '.join(names[:20])}")
+
+
+def _try_header(head: bytes, layout: Layout) -> list[str]:
+    try:
+        return list(header_fields(head[:1000], layout))
+    except IngestError:
+        return []
+
+
+def _reject_batch(source: Source, rejects: list[Reject]) -> pa.RecordBatch:
+    return pa.record_batch(
+        [
+            pa.array([source.path] * len(rejects)),
+            pa.array([reject.line for reject in rejects], pa.int64()),
+            pa.array([reject.reason for reject in rejects]),
+            pa.array([reject.text for reject in rejects], pa.binary()),
+        ],
+        schema=_REJECT_SCHEMA,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+    """Draw from `items` in another thread, so that reading goes on while what was read is worked on."""
+    queue: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
+    stop = threading.Event()
+
+    def draw() -> None:
+        try:
+            for item in items:
+                queue.put((item, None))
+                if stop.is_set():
+                    return
+            queue.put((None, None))
+        except BaseException as error:  # handed to the consumer, which raises it
+            queue.put((None, error))
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = queue.get()
+            if error:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        while thread.is_alive():
+            if not queue.empty():
+                queue.get()
+            thread.join(0.01)
