@@ -16,13 +16,15 @@ import pyarrow.parquet as pq
 
 from ingest.database import Scratch, load_raw, number_labels, number_triples
 from ingest.errors import IngestError
-from ingest.index import SplitCounts, sorted_rows, write_split
+from ingest.index import SplitCounts, write_split
 from ingest.manifest import content_checksum, describe_files, write_manifest
-from ingest.options import SPLITS, IngestOptions
+from ingest.options import SPLITS, IngestOptions, memory_limit
 from ingest.place import check_place, put_in_place, working_directory
-from ingest.read import UNSPLIT, Lines, Reader, prefetch
+from ingest.places import SplitSql
+from ingest.read import Lines, Reader, prefetch
+from ingest.sorting import sorted_rows
 from ingest.sources import Source, bare_name, find_sources
-from ingest.split import Moved, check_request, move_back, split_sql
+from ingest.split import Moved, check_request, move_back
 
 Progress = Callable[[str, int], None]
 """Called with the name of the stage and how far it is (lines, rows or 0)."""
@@ -120,7 +122,7 @@ class _Run:
             num_entities = scratch.value("SELECT count(*) FROM entities")
             num_relations = scratch.value("SELECT count(*) FROM relations")
             self.progress("number", 0)
-            number_triples(scratch, split_sql(self.options, UNSPLIT))
+            number_triples(scratch, SplitSql(self.options, by_hash=not self._given()))
             moved = self._split(scratch, num_entities, num_relations)
             counts = {split: self._write_split(scratch, graph, split, num_entities, num_relations) for split in SPLITS}
             self.progress("labels", 0)
@@ -150,9 +152,12 @@ class _Run:
             raise IngestError(f"there are no triples in {self.sources[0].path}: {what}")
         return reader.lines
 
+    def _given(self) -> bool:
+        return all(source.split for source in self.sources)
+
     def _split(self, scratch: Scratch, num_entities: int, num_relations: int) -> Moved | None:
         """Repair a hash split; a given split is kept as it is."""
-        if all(source.split for source in self.sources):
+        if self._given():
             return None
         self.progress("split", 0)
         return move_back(scratch, num_entities, num_relations)
@@ -161,8 +166,12 @@ class _Run:
         self, scratch: Scratch, graph: Path, split: str, num_entities: int, num_relations: int
     ) -> SplitCounts:
         self.progress(f"sort {split}", 0)
-        rows = sorted_rows(scratch, SPLITS.index(split), num_relations)
+        rows = sorted_rows(scratch, SPLITS.index(split), num_entities, num_relations, self._sort_rows())
         return write_split(rows, graph, split, num_entities, num_relations)
+
+    def _sort_rows(self) -> int:
+        """Give the number of rows to sort at once: 8 bytes each, a sixteenth of the memory."""
+        return memory_limit(self.options) // 128
 
     def _manifest(
         self,

@@ -9,7 +9,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from ingest.options import IngestOptions, available_threads, machine_memory
+from ingest.options import IngestOptions, available_threads, memory_limit
+from ingest.places import SplitSql
 
 BATCH_ROWS = 1 << 18
 # Buffers of Python, Arrow and the allocator come on top of what DuckDB counts, so it gets a part of the limit.
@@ -25,7 +26,7 @@ class Scratch:
     """A DuckDB database that lives in memory and in a spill directory for the time of one ingest."""
 
     def __init__(self, options: IngestOptions, spill: Path) -> None:
-        limit = options.memory_limit or machine_memory() // 2
+        limit = memory_limit(options)
         self.connection = duckdb.connect(":memory:")
         self.run(f"SET memory_limit = '{int(limit * _DUCKDB_SHARE)}B'")
         self.run(f"SET threads = {options.threads or available_threads()}")
@@ -39,9 +40,8 @@ class Scratch:
 
     def value(self, sql: str) -> Any:
         """Give the only value of a query."""
-        row = self.connection.execute(sql).fetchone()
-        assert row is not None
-        return row[0]
+        ((value,),) = self.connection.execute(sql).fetchall()
+        return value
 
     def insert(self, table: str, batch: pa.RecordBatch) -> None:
         self.connection.register("batch", batch)
@@ -90,13 +90,16 @@ def number_labels(scratch: Scratch, old: dict[str, Path]) -> None:
         )
 
 
-def number_triples(scratch: Scratch, split_sql: str) -> None:
-    """Replace labels by ids: table triples (source, relation, target, split); `split_sql` says where a raw row goes."""
+def number_triples(scratch: Scratch, split: SplitSql) -> None:
+    """Replace labels by ids: table triples (source, relation, target, split)."""
+    roles = (("source", "entities"), ("relation", "relations"), ("target", "entities"))
+    joins = " ".join(
+        f"JOIN (SELECT id, label, {split.place_of('label', role)} AS place FROM {table}) {role[0]} "
+        f"ON raw.{role} = {role[0]}.label"
+        for role, table in roles
+    )
     scratch.run(
-        "CREATE TABLE triples AS "
-        f"SELECT s.id AS source, r.id AS relation, t.id AS target, ({split_sql})::UTINYINT AS split FROM raw "
-        "JOIN entities s ON raw.source = s.label "
-        "JOIN relations r ON raw.relation = r.label "
-        "JOIN entities t ON raw.target = t.label"
+        "CREATE TABLE triples AS SELECT s.id AS source, r.id AS relation, t.id AS target, "
+        f"({split.split_of('raw.split', 's.place', 'r.place', 't.place')})::UTINYINT AS split FROM raw {joins}"
     )
     scratch.run("DROP TABLE raw")

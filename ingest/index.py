@@ -1,7 +1,7 @@
 """Write one split: its triples as Parquet and its grouped query index as .npy, in one pass over sorted rows.
 
-Every triple (s, r, t) is sorted as two rows (source, relation, target): (s, r, t) and (t, r + R, s). In that order the rows
-are the index, the forward rows alone are the sorted triples, and equal rows are neighbours.
+In the order of `ingest.sorting` the rows of both directions are the index, the forward rows alone are the sorted triples,
+and equal rows are neighbours.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ingest.database import Scratch
 from ingest.npy import NpyWriter
+from ingest.sorting import Rows
 
 ROW_GROUP = 1 << 20
 ROWS_PER_FILE = 1 << 27
@@ -24,6 +24,7 @@ _TRIPLES = pa.schema([("source", pa.int32()), ("relation", pa.int32()), ("target
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -38,20 +39,7 @@ class SplitCounts:
     queries_by_relation: Int64s  # [2R] distinct queries, inverse ones at R and above
 
 
-def sorted_rows(scratch: Scratch, split: int, num_relations: int) -> Iterator[tuple[Int64s, Int32s]]:
-    """Yield query keys and targets of a split, both directions, in increasing order; repeated rows stay in."""
-    both = 2 * num_relations
-    query = (
-        f"SELECT source::BIGINT * {both} + relation AS key, target FROM triples WHERE split = {split} UNION ALL "
-        f"SELECT target::BIGINT * {both} + relation + {num_relations}, source FROM triples WHERE split = {split}"
-    )
-    for batch in scratch.stream(f"SELECT key, target FROM ({query}) ORDER BY key, target"):
-        yield batch.column(0).to_numpy(), batch.column(1).to_numpy()
-
-
-def write_split(
-    rows: Iterator[tuple[Int64s, Int32s]], graph: Path, split: str, num_entities: int, num_relations: int
-) -> SplitCounts:
+def write_split(rows: Iterator[Rows], graph: Path, split: str, num_entities: int, num_relations: int) -> SplitCounts:
     """Write triples/split=NAME and index/split=NAME from sorted rows, dropping repeated ones; give the counts."""
     index = graph / "index" / f"split={split}"
     index.mkdir(parents=True)
@@ -67,67 +55,59 @@ def write_split(
         NpyWriter(index / "queries.npy", np.int64) as queries,
         NpyWriter(index / "offsets.npy", np.int64) as offsets,
         NpyWriter(index / "targets.npy", np.int32) as targets,
-        _TripleFiles(graph / "triples" / f"split={split}") as triples,
+        TripleFiles(graph / "triples" / f"split={split}") as triples,
     ):
-        for keys, ends, starts_query in _without_repeats(rows):
-            queries.append(keys[starts_query])
-            offsets.append(targets.length + np.flatnonzero(starts_query))
-            targets.append(ends)
-            _write_forward(keys, ends, starts_query, num_relations, triples, counts)
+        for part, begins in _without_repeats(rows):
+            queries.append(part.sources[begins] * (2 * num_relations) + part.relations[begins])
+            offsets.append(targets.length + np.flatnonzero(begins))
+            targets.append(part.targets.astype(np.int32))
+            forward = part.relations < num_relations
+            _add_counts(counts, part, begins, forward)
+            triples.write(
+                *(column[forward].astype(np.int32) for column in (part.sources, part.relations, part.targets))
+            )
         offsets.append(np.array([targets.length]))
         counts.triples, counts.queries = triples.rows, queries.length
         assert targets.length == 2 * triples.rows, "every triple must stand in the index twice"
     return counts
 
 
-def _without_repeats(
-    rows: Iterator[tuple[Int64s, Int32s]],
-) -> Iterator[tuple[Int64s, Int32s, npt.NDArray[np.bool_]]]:
-    """Yield (keys, targets, does this row begin a query) without rows equal to the one before."""
-    last_key, last_target = -1, -1
-    for keys, ends in rows:
-        if not len(keys):
+def _without_repeats(rows: Iterator[Rows]) -> Iterator[tuple[Rows, Mask]]:
+    """Yield the rows without those equal to the one before, and with each: does it begin a query?"""
+    last = (-1, -1, -1)
+    for part in rows:
+        if not len(part):
             continue
-        new_key = np.empty(len(keys), bool)
-        new_key[0] = keys[0] != last_key
-        np.not_equal(keys[1:], keys[:-1], out=new_key[1:])
-        new = np.empty(len(keys), bool)
-        new[0] = ends[0] != last_target
-        np.not_equal(ends[1:], ends[:-1], out=new[1:])
-        new |= new_key
-        last_key, last_target = keys[-1], ends[-1]
+        columns = (part.sources, part.relations, part.targets)
+        new_source, new_relation, new_target = (
+            np.concatenate(([column[0] != before], column[1:] != column[:-1]))
+            for column, before in zip(columns, last, strict=True)
+        )
+        begins = new_source | new_relation
+        new = begins | new_target
+        last = (int(part.sources[-1]), int(part.relations[-1]), int(part.targets[-1]))
         if new.all():
-            yield keys, ends, new_key
+            yield part, begins
         else:
-            yield keys[new], ends[new], new_key[new]
+            yield Rows(*(column[new] for column in columns)), begins[new]
 
 
-def _write_forward(
-    keys: Int64s,
-    ends: Int32s,
-    starts_query: npt.NDArray[np.bool_],
-    num_relations: int,
-    triples: _TripleFiles,
-    counts: SplitCounts,
-) -> None:
-    """Write the forward rows as triples and add up the degrees."""
-    if not len(keys):
+def _add_counts(counts: SplitCounts, part: Rows, begins: Mask, forward: Mask) -> None:
+    """Add up degrees and relation frequencies."""
+    if not len(part):
         return
-    sources = keys // (2 * num_relations)
-    relations = keys - sources * (2 * num_relations)
-    forward = relations < num_relations
-    counts.queries_by_relation += np.bincount(relations[starts_query], minlength=2 * num_relations)
-    counts.by_relation += np.bincount(relations[forward], minlength=num_relations)
-    # Sources are sorted, so a batch touches one range of entities.
-    low, high = int(sources[0]), int(sources[-1]) + 1
-    inside = (sources - low).astype(np.int32)
+    num_relations = len(counts.by_relation)
+    counts.queries_by_relation += np.bincount(part.relations[begins], minlength=2 * num_relations)
+    counts.by_relation += np.bincount(part.relations, minlength=2 * num_relations)[:num_relations]
+    # Sources are sorted, so these rows touch one range of entities.
+    low, high = int(part.sources[0]), int(part.sources[-1]) + 1
+    inside = part.sources - low
     as_source = np.bincount(inside[forward], minlength=high - low)
     counts.as_source[low:high] += as_source.astype(np.int32)
     counts.as_target[low:high] += (np.bincount(inside, minlength=high - low) - as_source).astype(np.int32)
-    triples.write(sources[forward].astype(np.int32), relations[forward].astype(np.int32), ends[forward])
 
 
-class _TripleFiles:
+class TripleFiles:
     """Parquet files of one split, each of at most ROWS_PER_FILE triples; a split without triples has one empty file."""
 
     def __init__(self, folder: Path) -> None:
@@ -165,7 +145,7 @@ class _TripleFiles:
         self._files += 1
         self._rows_in_file = 0
 
-    def __enter__(self) -> _TripleFiles:
+    def __enter__(self) -> TripleFiles:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -147,3 +147,8 @@ def available_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_limit(options: IngestOptions) -> int:
+    """Give the memory an ingest may use, in bytes."""
+    return options.memory_limit or machine_memory() // 2

@@ -15,13 +15,12 @@ import pyarrow.parquet as pq
 from ingest.blocks import Block, read_blocks
 from ingest.errors import IngestError
 from ingest.options import SPLITS, IngestOptions
-from ingest.parse import COLUMNS, Layout, Parsed, Reject, header_fields, parse_block
 from ingest.parquet_input import read_parquet
+from ingest.parse import COLUMNS, Layout, Parsed, Reject, header_fields, parse_block
+from ingest.places import UNSPLIT
 from ingest.sources import Source, open_bytes
 
 RAW_SCHEMA = pa.schema([*((name, pa.string()) for name in COLUMNS), ("split", pa.uint8())])
-UNSPLIT = 255
-"""Split number of a triple that is to be split by hash."""
 _REJECT_SCHEMA = pa.schema(
     [("file", pa.string()), ("line", pa.int64()), ("reason", pa.string()), ("text", pa.binary())]
 )

@@ -1,14 +1,11 @@
-"""Split triples by a hash of their labels and the seed, and see that all of valid and test is known in train.
+"""Repair a hash split so that train knows every entity and relation of valid and test, and judge what came out.
 
-The place of a triple is the first 8 bytes of md5("SEED\\nSOURCE\\nRELATION\\nTARGET"), read as a big-endian integer and
-divided by 2**64: below the test fraction it is test, then comes valid, the rest is train. Nothing but the triple and the
-seed goes into it, so neither the order of lines nor other triples matter. Whether an entity is known in train does depend
-on other triples: for every entity or relation that train lacks, the smallest held-out triple with it is moved to train.
+For every entity or relation that train lacks, the smallest held-out triple with it (by ids, which are sorted labels) is
+moved to train: the result depends on the set of triples alone.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,28 +16,7 @@ from ingest.database import Scratch
 from ingest.errors import IngestError
 from ingest.options import SPLITS, IngestOptions
 
-_HASH_SQL = "('0x' || substr(md5('{seed}' || chr(10) || raw.source || chr(10) || raw.relation || chr(10) || raw.target), 1, 16))"
 Int32s = npt.NDArray[np.int32]
-
-
-def place_of(source: str, relation: str, target: str, seed: int) -> float:
-    """Give the place of a triple in [0, 1); the SQL below computes the same."""
-    digest = hashlib.md5(f"{seed}\n{source}\n{relation}\n{target}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def split_sql(options: IngestOptions, unsplit: int) -> str:
-    """Write the SQL that sends a raw row to its split: the one it was given for, or the one its hash says."""
-    valid, test = options.fractions()
-    text = f"md5('{options.seed}' || chr(10) || raw.source || chr(10) || raw.relation || chr(10) || raw.target)"
-    # Hexadecimal digits compare like the numbers they stand for, so no number has to be formed.
-    first_valid, first_train = _threshold(test), _threshold(test + valid)
-    by_hash = f"CASE WHEN {text} < '{first_valid}' THEN 2 WHEN {text} < '{first_train}' THEN 1 ELSE 0 END"
-    return f"CASE WHEN raw.split = {unsplit} THEN {by_hash} ELSE raw.split END"
-
-
-def _threshold(fraction: float) -> str:
-    return f"{round(fraction * 2**64):016x}"
 
 
 @dataclass(frozen=True)
