@@ -1,8 +1,9 @@
 """Owns the built-in graph: family trees in which every held-out fact follows from the facts kept in training.
 
-    from ingest.families import family_triples
+    from ingest.families import ensure_family_graph, family_triples
 
     splits = family_triples()  # {"train": [("eva_miller", "child_of", "erik_miller"), ...], "valid": ..., "test": ...}
+    graph = ensure_family_graph()  # the same as a graph directory in the user's cache folder, made on first use
 
 A family starts with one couple and has four generations; families do not intermarry. All facts about it are the
 closure of who is whose mother, father, spouse, brother and sister under RULES. Each held-out fact is the head of a
@@ -11,17 +12,27 @@ rule whose body lies in train, so one step of reasoning recovers it.
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import cycle
+from pathlib import Path
 from typing import TypeVar
+
+from ingest.build import ingest_triples
+from ingest.errors import IngestError
+from ingest.options import IngestOptions
 
 Triple = tuple[str, str, str]
 _T = TypeVar("_T")
 
 FAMILIES_VERSION = 1
-"""Raise it when the default output of family_triples changes: it names the cached graph's folder."""
+"""Names the cached graph's folder: raise it when the default output of family_triples or the graph format changes."""
+
+CACHE_VARIABLE = "SATTLE_CACHE"
+"""Environment variable with the folder to use in place of the user's cache folder."""
 
 HELD_OUT_ONE_IN = 20
 """One in so many facts of each relation goes to valid, and again to test."""
@@ -251,3 +262,53 @@ def _shuffled(items: Iterable[_T], rng: random.Random) -> list[_T]:
         other = _below(last + 1, rng)
         items[last], items[other] = items[other], items[last]
     return items
+
+
+def ensure_family_graph() -> Path:
+    """Give the path of the built-in graph in the cache folder, making it first where it is not there yet.
+
+    Several processes may call this at once: each builds its own beside the place, and the first to finish wins.
+    """
+    graph = _cache_folder() / f"families-v{FAMILIES_VERSION}"
+    if _is_graph(graph):
+        return graph
+    try:
+        _make_graph(graph)
+    except (IngestError, OSError) as error:
+        if not _is_graph(graph):  # otherwise another process was first
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise IngestError(
+                f"cannot make the built-in graph {graph.name} in the cache folder {graph.parent}: {reason}. "
+                f"Mend that, or set {CACHE_VARIABLE} to another folder that can be written"
+            ) from error
+    return graph
+
+
+def _make_graph(graph: Path) -> None:
+    if graph.is_file() or (graph.is_dir() and any(graph.iterdir())):
+        raise IngestError(f"{graph} is there already but is not a whole graph; delete it")
+    with tempfile.TemporaryDirectory() as folder:
+        for split, triples in family_triples().items():
+            lines = ["\t".join(triple) + "\n" for triple in triples]
+            (Path(folder) / f"{split}.tsv").write_text("".join(lines), encoding="utf-8", newline="")
+        ingest_triples([folder], options=IngestOptions(out=graph, name="families", format="tsv"))
+
+
+def _is_graph(graph: Path) -> bool:
+    try:
+        return (graph / "manifest.json").is_file()  # written last, so the graph is whole
+    except OSError:
+        return False  # a folder that may not be entered; making the graph will say so
+
+
+def _cache_folder() -> Path:
+    """Find the cache folder; empty variables count as unset, and so does a relative XDG_CACHE_HOME (its standard)."""
+    own, xdg = os.environ.get(CACHE_VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", "")
+    if own:
+        return Path(own).absolute()
+    if os.path.isabs(xdg):
+        return Path(xdg) / "sattle-dist"
+    try:
+        return Path.home() / ".cache" / "sattle-dist"
+    except RuntimeError:
+        raise IngestError(f"this user has no home folder to cache in; set {CACHE_VARIABLE} to a folder") from None

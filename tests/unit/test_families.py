@@ -1,6 +1,7 @@
 """The built-in graph: true by the definitions of kinship, held-out facts provable from train, the same everywhere."""
 
 import hashlib
+import json
 import os
 import random
 import re
@@ -10,10 +11,12 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from ingest import families
-from ingest.families import FAMILIES_VERSION, RELATIONS, RULES, family_triples
+from ingest import IngestError, families
+from ingest.families import FAMILIES_VERSION, RELATIONS, RULES, ensure_family_graph, family_triples
 
 HELD_OUT = ("valid", "test")
 
@@ -193,3 +196,120 @@ def test_seed_changes_the_graph(splits):
 def test_bad_arguments_are_refused(argument, value, bound):
     with pytest.raises(ValueError, match=f"{argument} must be at least {bound}, got {value}"):
         family_triples(**{argument: value})
+
+
+def labelled(graph, split):
+    """Read a split back as labels, from the Parquet files."""
+    people = pq.read_table(graph / "entities.parquet")["label"].to_pylist()
+    relations = pq.read_table(graph / "relations.parquet")["label"].to_pylist()
+    parts = [pq.ParquetFile(file).read() for file in (graph / "triples" / f"split={split}").glob("*.parquet")]
+    rows = [row for part in parts for row in part.to_pylist()]
+    return sorted((people[row["source"]], relations[row["relation"]], people[row["target"]]) for row in rows)
+
+
+def test_graph_is_made_once_and_holds_the_triples(splits, tmp_path, monkeypatch):
+    monkeypatch.setenv("SATTLE_CACHE", str(tmp_path / "new" / "cache"))
+    graph = ensure_family_graph()
+    assert graph == tmp_path / "new" / "cache" / "families-v1"
+    assert {name: labelled(graph, name) for name in splits} == splits
+    manifest = json.loads((graph / "manifest.json").read_text())
+    assert manifest["name"] == "families"
+    assert manifest["lines"]["duplicates"] == manifest["lines"]["rejected"] == 0
+    assert len(np.load(graph / "index" / "split=test" / "targets.npy")) == 2 * len(splits["test"])
+    assert os.listdir(graph.parent) == [graph.name]  # nothing is left beside it
+
+    def fail(*args, **kwargs):
+        pytest.fail("made again")
+
+    monkeypatch.setattr(families, "ingest_triples", fail)
+    assert ensure_family_graph() == graph
+
+
+def test_processes_that_start_at_once_all_get_the_graph(tmp_path):
+    code = "import sys; from ingest.families import *; sys.stdin.readline(); print(ensure_family_graph())"
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "SATTLE_CACHE": str(tmp_path), "PYTHONPATH": root}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for worker in workers:
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    for worker in workers:
+        printed, _ = worker.communicate(timeout=120)
+        assert worker.returncode == 0
+        assert printed.strip() == str(tmp_path / "families-v1")
+    assert os.listdir(tmp_path) == ["families-v1"]
+
+
+def test_losing_the_race_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("SATTLE_CACHE", str(tmp_path))
+    build = families.ingest_triples
+
+    def build_second(*args, **kwargs):
+        build(*args, **kwargs)  # the other process
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(families, "ingest_triples", build_second)
+    assert (ensure_family_graph() / "manifest.json").is_file()
+
+
+def test_cache_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("SATTLE_CACHE", str(blocker / "cache"))
+    with pytest.raises(IngestError, match="set SATTLE_CACHE to another folder") as caught:
+        ensure_family_graph()
+    assert str(blocker / "cache") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_cache_without_permission_is_one_clear_line(tmp_path, monkeypatch):
+    for mode in (0o500, 0o000):
+        cache = tmp_path / f"cache{mode}"
+        cache.mkdir(mode=mode)
+        monkeypatch.setenv("SATTLE_CACHE", str(cache))
+        with pytest.raises(IngestError, match=f"{cache}: .*ermission denied.* set SATTLE_CACHE"):
+            ensure_family_graph()
+
+
+def test_half_a_graph_in_the_cache_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("SATTLE_CACHE", str(tmp_path))
+    (tmp_path / "families-v1").mkdir()
+    (tmp_path / "families-v1" / "entities.parquet").write_text("half")
+    with pytest.raises(IngestError, match="families-v1 is there already but is not a whole graph; delete it"):
+        ensure_family_graph()
+
+
+@pytest.mark.parametrize(
+    ("own", "xdg", "expected"),
+    [
+        ("/own", "/xdg", "/own"),
+        ("", "/xdg", "/xdg/sattle-dist"),
+        (None, "relative", "/home/eva/.cache/sattle-dist"),
+        (None, None, "/home/eva/.cache/sattle-dist"),
+    ],
+)
+def test_cache_folder(own, xdg, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/eva")
+    for name, value in (("SATTLE_CACHE", own), ("XDG_CACHE_HOME", xdg)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert families._cache_folder() == Path(expected)
+
+
+def test_no_home_folder_names_the_variable(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SATTLE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(IngestError, match="set SATTLE_CACHE to a folder"):
+        ensure_family_graph()
