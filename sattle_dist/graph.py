@@ -58,8 +58,8 @@ class QueryIndex:
 def concatenated_ranges(starts: Int64s, counts: Int64s) -> Int64s:
     """Concatenate arange(start, start + count) for every pair."""
     ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    places: Int64s = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
+    return places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +101,7 @@ class Graph:
         if len(offsets) != len(queries) + 1 or len(targets) != 2 * self.num_triples[split]:
             raise GraphError(f"{folder} does not fit its manifest; ingest the graph again")
         # A zero-length file cannot be mapped; numpy then gives a plain empty array, which serves as well.
-        return QueryIndex(
-            queries=queries, offsets=offsets, targets=targets, num_relations_both=2 * self.num_relations
-        )
+        return QueryIndex(queries=queries, offsets=offsets, targets=targets, num_relations_both=2 * self.num_relations)
 
     def entity_labels(self) -> list[str]:
         """Read all entity labels, in the order of their ids."""
@@ -115,9 +113,7 @@ class Graph:
 
     def _labels(self, table: str) -> list[str]:
         try:
-            labels: list[str] = (
-                pq.read_table(self.path / f"{table}.parquet", columns=["label"])["label"].to_pylist()
-            )
+            labels: list[str] = pq.read_table(self.path / f"{table}.parquet", columns=["label"])["label"].to_pylist()
         except (OSError, ValueError, KeyError) as error:
             raise GraphError(f"{self.path}/{table}.parquet cannot be read ({error})") from None
         return labels

@@ -1,0 +1,150 @@
+"""The `sattle` command: train, eval, predict, and the graph commands of `ingest`."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+from ingest.cli import ingest
+
+from ingest.families import ensure_family_graph
+from sattle_dist import __version__
+from sattle_dist.config import Config, field_type, load_toml, settings
+
+EXIT_USAGE = 2
+
+
+def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn what a user can cause into one line and exit code 2, and Ctrl-C into 130."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        from sattle_dist.runtime import EXIT_INTERRUPTED, Place
+        from sattle_dist.trainer import TrainingError
+
+        try:
+            return command(*args, **kwargs)
+        except ValueError as error:
+            if type(error) is ValueError:  # ours are subclasses; a bare one is a defect, and shows its traceback
+                raise
+            fail(str(error), EXIT_USAGE, shown=Place.from_environment().rank == 0)
+        except TrainingError as error:
+            fail(str(error), 1, shown=Place.from_environment().rank == 0)
+        except KeyboardInterrupt:
+            fail("interrupted", EXIT_INTERRUPTED, shown=True)
+
+    return wrapped
+
+
+def fail(message: str, code: int, *, shown: bool) -> None:
+    """End with this exit code, and the message where this process is the one to say it."""
+    if shown:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add one option per setting of Config, `--learning-rate` for learning_rate."""
+    for section, declared in reversed(settings()):
+        bounds = declared.metadata
+        kind: Any = click.Choice(bounds["choices"]) if bounds["choices"] else field_type(section, declared.name)
+        text = bounds["help"]
+        if "[default" not in text:
+            text += f"  [default: {declared.default}]"
+        option = f"--{declared.name.replace('_', '-')}"
+        command = click.option(option, declared.name, type=kind, default=None, help=text)(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="sattle")
+def main() -> None:
+    """Train link-prediction embeddings of knowledge graphs, exactly, on all the processors there are."""
+
+
+main.add_command(ingest)
+
+
+def recipe_names() -> list[str]:
+    """List the recipes shipped with the package."""
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in resources.files("sattle_dist").joinpath("recipes").iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def resolve_config(recipe: str | None, file: Path | None, given: dict[str, Any]) -> Config:
+    """Layer the settings: defaults, recipe, TOML file, command line."""
+    config = Config()
+    if recipe:
+        with resources.as_file(resources.files("sattle_dist") / "recipes" / f"{recipe}.toml") as path:
+            config = load_toml(path, config)
+    if file:
+        config = load_toml(file, config)
+    return config.override(given, "command line")
+
+
+@main.command()
+@click.option("--recipe", type=click.Choice(recipe_names()), help="Settings shipped with the package.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings in a TOML file.")
+@setting_options
+@one_line_errors
+def train(recipe: str | None, file: Path | None, **options: Any) -> None:
+    """Train a graph, then evaluate it.
+
+    Settings come from the defaults, a recipe, a TOML file and the command line, each over the one before. Without a
+    graph, the built-in family graph is trained with its own recipe.
+
+    \b
+      sattle train                                      the built-in graph
+      sattle train --graph my.graph --nproc 4           four processes on this machine
+      torchrun --nproc-per-node 4 launchers/train.py    the same through torchrun, also over many machines
+
+    A run directory that already holds this run is resumed from its last checkpoint.
+    """
+    from sattle_dist import training
+
+    given = {name: value for name, value in options.items() if value is not None}
+    config = resolve_config(recipe, file, given)
+    if not config.run.graph:
+        config = resolve_config(recipe or "families", file, given).override(
+            {"graph": str(ensure_family_graph())}, "built-in graph"
+        )
+    sys.exit(training.start(config))
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--source", required=True, help="Label of the source entity.")
+@click.option("--relation", required=True, help="Label of the relation.")
+@click.option("--top", default=10, show_default=True, type=click.IntRange(min=1), help="How many targets to show.")
+@one_line_errors
+def predict(run: Path, source: str, relation: str, top: int) -> None:
+    """Show the best targets of (source, relation) by name, with their scores.
+
+    Facts that the graph holds are marked with the split that holds them.
+    """
+    from sattle_dist.config import RunConfig
+    from sattle_dist.predict import predict as predict_targets
+    from sattle_dist.run import open_run
+    from sattle_dist.runtime import joined
+
+    with joined(RunConfig()) as (group, device):
+        learner, graph, _ = open_run(run, group, device)
+        predictions = predict_targets(learner, graph, source, relation, top)
+    click.echo(f"{source}  {relation}  ?")
+    width = max(len(p.label) for p in predictions)
+    for place, p in enumerate(predictions, 1):
+        click.echo(f"{place:4d}  {p.label:<{width}}  {p.score:9.3f}  {p.known_in}".rstrip())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a worker in the middle of an exchange ends at once
+    main()

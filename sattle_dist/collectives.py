@@ -1,0 +1,118 @@
+"""The exchanges between processes, each counted in bytes. No other file of the training step calls torch.distributed.
+
+Shapes: B queries on this rank, G = B * world_size, D dim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group:
+    """The processes of a run. Every rank must make the same calls in the same order.
+
+    `bytes_sent` counts, by kind of exchange, what this rank puts on the wire with the usual ring algorithms. A lone
+    process exchanges nothing and copies nothing.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.bytes_sent: Counter[str] = Counter()
+
+    def _count(self, kind: str, num_bytes: float) -> None:
+        self.bytes_sent[kind] += int(num_bytes)
+
+    def all_gather(self, x: Tensor, kind: str) -> Tensor:
+        """Gather [B, ...] of every rank into [G, ...], in the order of the ranks."""
+        if self.world_size == 1:
+            return x
+        self._count(kind, (self.world_size - 1) * _num_bytes(x))
+        out = x.new_empty(self.world_size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return out
+
+    def reduce_scatter(self, x: Tensor, kind: str) -> Tensor:
+        """Sum [G, ...] over the ranks and give each its own [B, ...]."""
+        if self.world_size == 1:
+            return x
+        self._count(kind, (self.world_size - 1) / self.world_size * _num_bytes(x))
+        out = x.new_empty(len(x) // self.world_size, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x.contiguous())
+        return out
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
+        """Send the first send[0] items of x to rank 0, the next to rank 1 ...; receive likewise."""
+        if self.world_size == 1:
+            return x
+        others = sum(send) - send[self.rank]
+        self._count(kind, others * x[:1].numel() * x.element_size())
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send))
+        return out
+
+    def all_reduce(self, x: Tensor, kind: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce x over the ranks, in place."""
+        if self.world_size > 1:
+            self._count(kind, 2 * (self.world_size - 1) / self.world_size * _num_bytes(x))
+            dist.all_reduce(x, op)
+        return x
+
+    def all_reduce_max(self, x: Tensor, kind: str) -> Tensor:
+        """Take the maximum over the ranks, in place."""
+        return self.all_reduce(x, kind, dist.ReduceOp.MAX)
+
+    def differentiable_sum(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks; in backward the gradients are summed over the ranks too."""
+        return x if self.world_size == 1 else cast(Tensor, _SumOverRanks.apply(x, self))  # type: ignore[no-untyped-call]
+
+    def share(self, value: Any) -> Any:
+        """Give every rank the small plain value that rank 0 holds."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Give every rank the list of all ranks' small plain values."""
+        box: list[Any] = [None] * self.world_size
+        dist.all_gather_object(box, value)
+        return box
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def sum_bucket(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Sum a bucket of DistributedDataParallel's gradients, whose default is the mean.
+
+        The loss is normalised once, by the global count, so the global gradient is the sum of the ranks' gradients.
+        """
+        if self.world_size == 1:
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+        self._count("encoder gradients", 2 * (self.world_size - 1) / self.world_size * _num_bytes(buffer))
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        return cast("torch.futures.Future[Tensor]", work.get_future().then(lambda future: future.value()[0]))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(x.clone(), "batch-norm moments")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return ctx.group.all_reduce(grad.clone(), "batch-norm moments"), None
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,136 @@
+"""The training run around the step: epochs, learning rate, checks, logging, evaluation, checkpoints, resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sattle_dist import checkpoint
+from sattle_dist.collectives import Group
+from sattle_dist.config import Config
+from sattle_dist.data import Batches
+from sattle_dist.evaluator import evaluate, metrics
+from sattle_dist.graph import Graph
+from sattle_dist.learner import Learner
+from sattle_dist.progress import Progress
+from sattle_dist.schedule import learning_rate
+
+REPORT_EVERY = 10  # steps; the loss is formed, and the device waited for, at these steps and at an epoch's last
+
+
+class TrainingError(RuntimeError):
+    """A run that had to stop, said in one line for the user."""
+
+
+class Trainer:
+    """Trains one run. Every rank makes one and calls `run`."""
+
+    def __init__(self, config: Config, graph: Graph, run_dir: Path, group: Group, device: torch.device) -> None:
+        self.config, self.graph, self.run_dir, self.group = config, graph, run_dir, group
+        self.learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
+        self.batches = Batches(
+            graph.index("train"),
+            batch_size=config.train.batch_size,
+            weigh_by_targets=config.train.loss != "kvsall",
+            seed=config.train.seed,
+            sharding=self.learner.sharding,
+            group=group,
+            device=device,
+        )
+        self.epoch = self.step = 0
+        self.history: list[dict[str, Any]] = []
+        if checkpoint.list_checkpoints(run_dir):
+            self._resume(checkpoint.latest(run_dir))
+        num_queries = len(self.batches.index)
+        self.progress = Progress(
+            total_queries=config.train.epochs * num_queries,
+            done_queries=self.epoch * num_queries,
+            shown=group.rank == 0,
+        )
+
+    def run(self) -> dict[str, float]:
+        """Train the remaining epochs; return the metrics of the test split."""
+        config = self.config
+        while self.epoch < config.train.epochs:
+            record = self._train_epoch()
+            done = self.epoch + 1
+            last = done == config.train.epochs
+            if config.eval.eval_every and (done % config.eval.eval_every == 0 or last):
+                record["valid"] = self._evaluate("valid")
+            self._log(record)
+            if last or done % config.run.save_every == 0:
+                facts = {"graph_checksum": self.graph.checksum, "history": self.history}
+                checkpoint.save(self.learner, self.run_dir, done, facts)
+            self.epoch = done
+        test = self._evaluate("test")
+        self._write(self.run_dir / "test.json", json.dumps(test, indent=2) + "\n")
+        return test
+
+    def _train_epoch(self) -> dict[str, Any]:
+        started, num_steps = time.monotonic(), self.batches.num_steps
+        losses: list[float] = []
+        # The first step of the epoch, on this rank, whose gradients were not finite.
+        bad_step = torch.full((), torch.inf, device=self.learner.device)
+        for self.step in range(num_steps):
+            batch = self.batches.batch(self.epoch, self.step)
+            rate = learning_rate(self.config.train, self.epoch, self.step, num_steps)
+            report = self.step % REPORT_EVERY == 0 or self.step == num_steps - 1
+            loss = self.learner.step(batch, self.epoch, self.step, rate, report=report)
+            finite = self.learner.gradient_norm().isfinite()
+            bad_step = torch.where(finite, bad_step, bad_step.clamp_max(self.step))
+            if loss is not None:
+                losses.append(self.group.all_reduce(loss, "loss").item())
+                self._stop_if_bad(bad_step)
+            self.progress.advance(batch.num_queries, f"epoch {self.epoch + 1}/{self.config.train.epochs}", losses[-1])
+        seconds = time.monotonic() - started
+        return {
+            "epoch": self.epoch + 1,
+            "loss": sum(losses) / len(losses),
+            "loss_steps": len(losses),
+            "learning_rate": rate,
+            "seconds": round(seconds, 3),
+            "queries_per_second": round(len(self.batches.index) / seconds, 1),
+        }
+
+    def _stop_if_bad(self, bad_step: torch.Tensor) -> None:
+        first = self.group.all_reduce(bad_step.clone(), "checks", dist.ReduceOp.MIN).item()
+        if not math.isinf(first):
+            saved = checkpoint.list_checkpoints(self.run_dir)
+            kept = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
+            raise TrainingError(
+                f"a gradient was not finite at epoch {self.epoch + 1}, step {int(first) + 1}; {kept}. "
+                f"Try a lower --learning-rate than {self.config.train.learning_rate}"
+            )
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        positions = evaluate(self.learner, self.graph, split, self.config.eval.ties, self.config.train.seed)
+        return metrics(positions.position)
+
+    def _resume(self, folder: Path) -> None:
+        facts = checkpoint.read_facts(folder)
+        checkpoint.load(self.learner, folder, with_optimizer=True)
+        self.epoch, self.history = facts["epoch"], facts["history"]
+        text = "".join(json.dumps(record) + "\n" for record in self.history)
+        self._write(self.run_dir / "metrics.jsonl", text)
+
+    def _log(self, record: dict[str, Any]) -> None:
+        self.history.append(record)
+        if self.group.rank == 0:
+            with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        valid = record.get("valid")
+        valid_text = f"  valid MRR {valid['mrr']:.4f}" if valid else ""
+        self.progress.line(
+            f"epoch {record['epoch']}/{self.config.train.epochs}  loss {record['loss']:.4f}"
+            f"  {record['queries_per_second']:,.0f} queries/s{valid_text}"
+        )
+
+    def _write(self, path: Path, text: str) -> None:
+        if self.group.rank == 0:
+            path.write_text(text, encoding="utf-8")
