@@ -2,13 +2,14 @@
 
     python -m benchmarks.make_graph --entities 1e6 --triples 1e8 --out graph.tsv
 
-The file is a function of the options alone: chunk i draws from a generator seeded by (seed, i). Every entity occurs when
-there are at least as many triples as entities, because triple i < num_entities has the i-th entity as its source; all
-other ends follow a power law (the probability of the entity of popularity rank k falls like k ** -skew).
+The file is a function of the options alone: chunk i draws from a generator seeded by (seed, i). Every entity occurs
+when there are at least as many triples as entities, because triple i < num_entities has the i-th entity as its source;
+all other ends follow a power law (the probability of the entity of popularity rank k falls like k ** -skew).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +35,8 @@ class Count(click.ParamType[int]):
             number = float(value)
         except ValueError:
             self.fail(f"{value!r} is not a number", param, ctx)
-        if not 1 <= number <= 2**40 or number != int(number):
-            self.fail(f"{value} is not a whole number from 1 to 2**40", param, ctx)
+        if not 1 <= number <= 2**31 or number != int(number):
+            self.fail(f"{value} is not a whole number from 1 to 2**31", param, ctx)
         return int(number)
 
 
@@ -45,11 +46,12 @@ def draw_power_law(rng: np.random.Generator, size: int, bound: int, skew: float)
     return np.minimum((bound * uniform ** (1.0 / (1.0 - skew))).astype(np.int64), bound - 1)
 
 
-def scramble(ranks: Int64s, bound: int, multiplier: int) -> Int64s:
+def scramble(ranks: Int64s, bound: int, ratio: float) -> Int64s:
     """Map [0, bound) onto itself one to one, so that popular entities are spread over the labels."""
-    while np.gcd(multiplier, bound) != 1:
-        multiplier += 2
-    return ranks * (multiplier % bound) % bound
+    multiplier = max(1, int(bound * ratio))
+    while math.gcd(multiplier, bound) != 1:
+        multiplier += 1
+    return ranks * multiplier % bound
 
 
 def make_chunk(chunk: int, size: int, entities: int, relations: int, seed: int, skew: float) -> list[Int64s]:
@@ -59,8 +61,8 @@ def make_chunk(chunk: int, size: int, entities: int, relations: int, seed: int, 
     sources = np.where(ordinal < entities, ordinal, draw_power_law(rng, size, entities, skew))
     targets = draw_power_law(rng, size, entities, skew)
     predicates = draw_power_law(rng, size, relations, skew)
-    # Two multipliers, so that the popular sources are not the popular targets.
-    return [scramble(sources, entities, 1_000_003), predicates, scramble(targets, entities, 7_368_787)]
+    # Two ratios, so that the popular sources are not the popular targets.
+    return [scramble(sources, entities, 0.6180339887), predicates, scramble(targets, entities, 0.4142135624)]
 
 
 def lines(triples: list[Int64s]) -> bytes:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from ingest.append import OldGraph, join_old
 from ingest.database import Scratch, load_raw, number_labels, number_triples
 from ingest.errors import IngestError
 from ingest.index import SplitCounts, write_split
-from ingest.manifest import content_checksum, describe_files, write_manifest
-from ingest.options import SPLITS, IngestOptions, memory_limit
+from ingest.manifest import make_manifest
+from ingest.options import SPLITS, IngestOptions, memory_limit, package_version, recorded
 from ingest.place import check_place, put_in_place, working_directory
 from ingest.places import SplitSql
 from ingest.read import Lines, Reader, prefetch
 from ingest.sorting import sorted_rows
 from ingest.sources import Source, bare_name, find_sources
-from ingest.split import Moved, check_request, move_back
+from ingest.split import Moved, check_request, describe_split, move_back
+from ingest.tables import write_entities, write_relations
 
 Progress = Callable[[str, int], None]
 """Called with the name of the stage and how far it is (lines, rows or 0)."""
@@ -61,14 +61,23 @@ def ingest_triples(
         {split: [str(path) for path in paths] for split, paths in given.items()},
         options.format,
     )
-    out = options.out or default_out([str(path) for path in inputs], [str(path) for path in train])
-    check_place(out, options.force)
-    run = _Run(sources, options, out, progress or (lambda stage, count: None))
+    old = OldGraph.open(options.append_to) if options.append_to else None
+    if old:
+        options = old.split_like_before(options)
+    out = options.out or options.append_to or default_out([str(path) for path in inputs], [str(path) for path in train])
+    replace = options.force or (old is not None and out.resolve() == old.path.resolve())
+    check_place(out, replace)
+    run = _Run(sources, options, old, out, replace, progress or (lambda stage, count: None))
     try:
-        with working_directory(out) as work:
-            return run.build(work)
-    except (OSError, duckdb.Error, MemoryError) as error:
+        with working_directory(out) as work, _spill_directory(options, work) as spill:
+            return run.build(work / "graph", spill)
+    except (OSError, duckdb.Error, pa.ArrowException, MemoryError) as error:
         raise _explain(error, options, out) from error
+
+
+def _spill_directory(options: IngestOptions, work: Path) -> AbstractContextManager[Path]:
+    """Spill beside the graph, or where the user says."""
+    return working_directory(options.temp_dir / "sattle-ingest") if options.temp_dir else nullcontext(work)
 
 
 def default_out(inputs: Sequence[str], train: Sequence[str]) -> Path:
@@ -106,61 +115,76 @@ class _Run:
 
     sources: list[Source]
     options: IngestOptions
+    old: OldGraph | None
     out: Path
+    replace: bool
     progress: Progress
     warnings: list[str] = field(default_factory=list)
 
-    def build(self, work: Path) -> IngestReport:
-        graph, spill = work / "graph", work / "spill"
+    def build(self, graph: Path, spill: Path) -> IngestReport:
+        """Build the graph at `graph` and rename it into place."""
         graph.mkdir()
-        spill.mkdir()
-        scratch = Scratch(self.options, spill)
+        scratch = Scratch(self.options, spill / "spill")
         try:
             lines = self._read(scratch, graph)
-            self.progress("label", 0)
-            number_labels(scratch, {})
+            self._number(scratch)
             num_entities = scratch.value("SELECT count(*) FROM entities")
             num_relations = scratch.value("SELECT count(*) FROM relations")
-            self.progress("number", 0)
-            number_triples(scratch, SplitSql(self.options, by_hash=not self._given()))
             moved = self._split(scratch, num_entities, num_relations)
             counts = {split: self._write_split(scratch, graph, split, num_entities, num_relations) for split in SPLITS}
             self.progress("labels", 0)
-            _write_entities(scratch, graph, counts["train"])
-            _write_relations(scratch, graph, counts["train"], num_relations)
+            write_entities(scratch, graph, counts["train"])
+            write_relations(scratch, graph, counts["train"])
         finally:
             scratch.close()
         sizes = {split: counts[split].triples for split in SPLITS}
-        if moved is not None:
+        if moved is not None and self.old is None:
             self.warnings += check_request(self.options, sizes, moved)
         lines.kept = sum(sizes.values())
         lines.duplicates = lines.read - lines.rejected - lines.kept
         lines.check()
-        manifest = self._manifest(graph, num_entities, num_relations, counts, lines, moved)
+        self.progress("checksum", 0)
+        manifest = make_manifest(graph, self._facts(num_entities, num_relations, counts, lines, moved))
         self.progress("place", 0)
-        put_in_place(graph, self.out, self.options.force)
+        put_in_place(graph, self.out, self.replace)
         return IngestReport(self.out, manifest, self.warnings)
 
     def _read(self, scratch: Scratch, graph: Path) -> Lines:
         reader = Reader(
-            self.sources, self.options, graph / "rejects.parquet", on_lines=lambda count: self.progress("read", count)
+            self.sources,
+            self.options,
+            graph / "rejects.parquet",
+            old_rejects=self.old.rejects if self.old else None,
+            on_lines=lambda count: self.progress("read", count),
         )
         load_raw(scratch, prefetch(reader.batches()))
         self.warnings += reader.warnings
         if reader.lines.read == reader.lines.rejected:
-            what = f"all {reader.lines.read:,} lines were rejected" if reader.lines.read else "the input is empty"
+            what = f"all {reader.lines.read:,} lines were rejected" if reader.lines.read else "nothing but empty lines"
             raise IngestError(f"there are no triples in {self.sources[0].path}: {what}")
-        return reader.lines
+        return reader.lines.plus(self.old.manifest["lines"]) if self.old else reader.lines
+
+    def _number(self, scratch: Scratch) -> None:
+        """Turn labels into ids, and leave only triples that the old graph does not have."""
+        self.progress("label", 0)
+        number_labels(scratch, self.old.label_files() if self.old else {})
+        self.progress("number", 0)
+        number_triples(scratch, SplitSql(self.options, by_hash=not self._given()))
+        if self.old:
+            self.old.load(scratch)
 
     def _given(self) -> bool:
         return all(source.split for source in self.sources)
 
     def _split(self, scratch: Scratch, num_entities: int, num_relations: int) -> Moved | None:
-        """Repair a hash split; a given split is kept as it is."""
-        if self._given():
-            return None
-        self.progress("split", 0)
-        return move_back(scratch, num_entities, num_relations)
+        """Repair a hash split; a given split is kept as it is, and so are the triples of an old graph."""
+        moved = None
+        if not self._given():
+            self.progress("split", 0)
+            moved = move_back(scratch, num_entities, num_relations, "triples", "old" if self.old else None)
+        if self.old:
+            join_old(scratch)
+        return moved
 
     def _write_split(
         self, scratch: Scratch, graph: Path, split: str, num_entities: int, num_relations: int
@@ -173,88 +197,28 @@ class _Run:
         """Give the number of rows to sort at once: 8 bytes each, a sixteenth of the memory."""
         return memory_limit(self.options) // 128
 
-    def _manifest(
+    def _facts(
         self,
-        graph: Path,
         num_entities: int,
         num_relations: int,
         counts: dict[str, SplitCounts],
         lines: Lines,
         moved: Moved | None,
     ) -> dict[str, Any]:
-        self.progress("checksum", 0)
-        valid, test = self.options.fractions()
-        split = (
-            {"how": "given"}
-            if moved is None
-            else {
-                "how": "hash",
-                "seed": self.options.seed,
-                "valid_fraction": valid,
-                "test_fraction": test,
-                "moved_to_train": asdict(moved),
-            }
-        )
-        manifest = {
-            "name": self.options.name or self.out.resolve().name.removesuffix(".graph") or "graph",
+        """Gather what the manifest says beside checksums."""
+        inputs = [asdict(source) for source in self.sources]
+        name = self.options.name or self.out.resolve().name.removesuffix(".graph") or "graph"
+        split = describe_split(self.options, moved)
+        if self.old:
+            inputs = [*self.old.manifest["made_by"]["inputs"], *inputs]
+            name = self.options.name or self.old.manifest["name"]
+            split = self.old.manifest.get("split", split)
+        return {
+            "name": name,
             "num_entities": num_entities,
             "num_relations": num_relations,
-            "splits": {name: {"triples": counts[name].triples, "queries": counts[name].queries} for name in SPLITS},
+            "splits": {split: {"triples": counts[split].triples, "queries": counts[split].queries} for split in SPLITS},
             "split": split,
             "lines": asdict(lines),
-            "checksum": content_checksum(graph),
-            "files": describe_files(graph),
-            "made_by": {
-                "version": _version(),
-                "inputs": [asdict(source) for source in self.sources],
-                "options": _recorded(self.options),
-            },
+            "made_by": {"version": package_version(), "inputs": inputs, "options": recorded(self.options)},
         }
-        write_manifest(graph, manifest)
-        return manifest
-
-
-def _recorded(options: IngestOptions) -> dict[str, Any]:
-    """Give the options that shape the content, and not those of this machine."""
-    left_out = {"out", "force", "memory_limit", "threads", "temp_dir", "append_to", "name"}
-    return {key: value for key, value in asdict(options).items() if key not in left_out}
-
-
-def _version() -> str:
-    try:
-        return version("sattle-dist")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _write_entities(scratch: Scratch, graph: Path, train: SplitCounts) -> None:
-    schema = pa.schema(
-        [
-            ("entity_id", pa.int32()),
-            ("label", pa.string()),
-            ("num_train_as_source", pa.int32()),
-            ("num_train_as_target", pa.int32()),
-        ]
-    )
-    with pq.ParquetWriter(graph / "entities.parquet", schema, compression="zstd") as writer:
-        for batch in scratch.stream("SELECT id, label FROM entities ORDER BY id"):
-            ids = batch.column(0).to_numpy()
-            columns = [*batch.columns, train.as_source[ids], train.as_target[ids]]
-            writer.write_batch(pa.record_batch(columns, schema=schema))
-
-
-def _write_relations(scratch: Scratch, graph: Path, train: SplitCounts, num_relations: int) -> None:
-    """Write the relations with their number of training triples and their class (more than 1.5 a query is N)."""
-    schema = pa.schema(
-        [("relation_id", pa.int32()), ("label", pa.string()), ("num_train", pa.int64()), ("cardinality", pa.string())]
-    )
-    forward, inverse = train.queries_by_relation[:num_relations], train.queries_by_relation[num_relations:]
-    many_targets = train.by_relation > 1.5 * forward
-    many_sources = train.by_relation > 1.5 * inverse
-    names = np.array(["1-1", "1-N", "N-1", "N-N"])
-    classes = names[many_targets + 2 * many_sources]
-    with pq.ParquetWriter(graph / "relations.parquet", schema, compression="zstd") as writer:
-        for batch in scratch.stream("SELECT id, label FROM relations ORDER BY id"):
-            ids = batch.column(0).to_numpy()
-            columns = [*batch.columns, train.by_relation[ids], pa.array(classes[ids].tolist(), pa.string())]
-            writer.write_batch(pa.record_batch(columns, schema=schema))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +12,10 @@ import click
 
 from ingest.build import IngestReport, ingest_triples
 from ingest.errors import IngestError
+from ingest.info import describe, render
 from ingest.options import FORMATS, SPLITS, IngestOptions, parse_size
 from ingest.progress import StageDisplay
+from ingest.sql import OUTPUTS, run_query
 
 
 class UserError(click.ClickException):
@@ -112,11 +115,40 @@ def _print_report(report: IngestReport) -> None:
     if manifest["split"]["how"] == "hash":
         moved = manifest["split"]["moved_to_train"]
         click.echo(
-            f"split by hash (seed {manifest['split']['seed']}); moved to train, which lacked their entities or relations: "
-            f"{moved['valid']:,} from valid, {moved['test']:,} from test"
+            f"split by hash (seed {manifest['split']['seed']}); moved to train, which lacked their entities or "
+            f"relations: {moved['valid']:,} from valid, {moved['test']:,} from test"
         )
     if lines["rejected"]:
         click.echo(f"rejected lines: {report.path / 'rejects.parquet'}")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("graph", type=_PATH)
+@click.option("--verify", is_flag=True, help="Recompute every checksum.")
+@click.option("--leakage/--no-leakage", default=True, show_default=True, help="Look for triples train gives away.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def info(graph: Path, verify: bool, leakage: bool, as_json: bool) -> None:
+    """Show what a graph holds: counts, degrees, relations, unseen entities and leakage."""
+    try:
+        facts = describe(graph, check=verify, leakage=leakage)
+    except IngestError as error:
+        raise UserError(str(error)) from None
+    click.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else render(facts), nl=as_json)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("graph", type=_PATH)
+@click.argument("query")
+@click.option("--format", "output", type=click.Choice(OUTPUTS), default="table", show_default=True)
+def sql(graph: Path, query: str, output: str) -> None:
+    """Run a DuckDB QUERY on the views triples, entities and relations of a graph.
+
+    triples has split, source, relation and target as labels, and source_id, relation_id and target_id.
+    """
+    try:
+        run_query(graph, query, output, sys.stdout)
+    except IngestError as error:
+        raise UserError(str(error)) from None
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 """Write one split: its triples as Parquet and its grouped query index as .npy, in one pass over sorted rows.
 
-In the order of `ingest.sorting` the rows of both directions are the index, the forward rows alone are the sorted triples,
-and equal rows are neighbours.
+In the order of `ingest.sorting` the rows of both directions are the index, the forward rows alone are the sorted
+triples, and equal rows are neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,10 @@ def _add_counts(counts: SplitCounts, part: Rows, begins: Mask, forward: Mask) ->
 
 
 class TripleFiles:
-    """Parquet files of one split, each of at most ROWS_PER_FILE triples; a split without triples has one empty file."""
+    """Parquet files of one split, each of at most ROWS_PER_FILE triples; a split without triples has one empty file.
+
+    A thread of its own writes them, while the caller prepares what comes next.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -118,6 +122,8 @@ class TripleFiles:
         self._files = 0
         self._rows_in_file = 0
         self._writer: pq.ParquetWriter | None = None
+        self._pool = ThreadPoolExecutor(1)
+        self._task: Future[None] | None = None
         self.rows = 0
 
     def write(self, sources: Int32s, relations: Int32s, targets: Int32s) -> None:
@@ -128,20 +134,25 @@ class TripleFiles:
             self._flush()
 
     def _flush(self) -> None:
+        if self._task:
+            self._task.result()
+        table = pa.Table.from_batches(self._pending, _TRIPLES)
+        self._pending, self._pending_rows = [], 0
+        self._task = self._pool.submit(self._write_table, table)
+
+    def _write_table(self, table: pa.Table) -> None:
         if self._writer is None or self._rows_in_file >= ROWS_PER_FILE:
             self._open_next()
         assert self._writer is not None
-        table = pa.Table.from_batches(self._pending, _TRIPLES)
         self._writer.write_table(table, row_group_size=2 * ROW_GROUP)
         self._rows_in_file += len(table)
-        self._pending, self._pending_rows = [], 0
 
     def _open_next(self) -> None:
         if self._writer:
             self._writer.close()
         path = self._folder / f"part-{self._files:05d}.parquet"
-        # Sorted integers: delta encoding would be smaller still, but plain dictionary + zstd is read by every tool.
-        self._writer = pq.ParquetWriter(path, _TRIPLES, compression="zstd")
+        # Only relations are few enough for a dictionary to pay.
+        self._writer = pq.ParquetWriter(path, _TRIPLES, compression="zstd", use_dictionary=["relation"])
         self._files += 1
         self._rows_in_file = 0
 
@@ -149,7 +160,12 @@ class TripleFiles:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and (self._pending or self._writer is None):
-            self._flush()
-        if self._writer:
-            self._writer.close()
+        try:
+            if kind is None and (self._pending or self._task is None):
+                self._flush()
+            if self._task and kind is None:
+                self._task.result()
+        finally:
+            self._pool.shutdown()
+            if self._writer:
+                self._writer.close()

@@ -93,6 +93,13 @@ def describe_files(graph: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def make_manifest(graph: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Add the checksums of a finished graph to the facts about it, and write them as its manifest."""
+    manifest = {**facts, "checksum": content_checksum(graph), "files": describe_files(graph)}
+    write_manifest(graph, manifest)
+    return manifest
+
+
 def write_manifest(graph: Path, content: dict[str, Any]) -> None:
     """Write manifest.json, all of it or none."""
     text = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, indent=2, ensure_ascii=False)
@@ -120,8 +127,8 @@ def read_manifest(graph: Path) -> dict[str, Any]:
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise IngestError(
-            f"{graph} has format version {version!r}, this release reads {FORMAT_VERSION}: upgrade sattle-dist, or ingest "
-            "the graph again with this release"
+            f"{graph} has format version {version!r}, this release reads {FORMAT_VERSION}: upgrade sattle-dist, or "
+            "ingest the graph again with this release"
         )
     try:
         for count in (manifest["num_entities"], manifest["num_relations"]):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class NpyWriter:
-    """Appends arrays to a .npy file; the header, which numpy pads for growth, gets the true length when it is closed."""
+    """Appends arrays to a .npy file; its header, which numpy pads for growth, gets the true length at the end."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self._file = path.open("wb")

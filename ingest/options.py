@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from ingest.errors import IngestError
 
@@ -111,8 +113,8 @@ def check_fractions(valid: float | None, test: float | None) -> None:
     if total >= 1:
         scale = 0.99 / total
         raise IngestError(
-            f"--valid-fraction {used_valid:g} and --test-fraction {used_test:g} leave nothing to train on (their sum must "
-            f"be below 1); nearest possible: --valid-fraction {_floor(used_valid * scale)} "
+            f"--valid-fraction {used_valid:g} and --test-fraction {used_test:g} leave nothing to train on (their sum "
+            f"must be below 1); nearest possible: --valid-fraction {_floor(used_valid * scale)} "
             f"--test-fraction {_floor(used_test * scale)}"
         )
 
@@ -152,3 +154,17 @@ def available_threads() -> int:
 def memory_limit(options: IngestOptions) -> int:
     """Give the memory an ingest may use, in bytes."""
     return options.memory_limit or machine_memory() // 2
+
+
+def recorded(options: IngestOptions) -> dict[str, Any]:
+    """Give the options that shape the content, and not those of this machine."""
+    left_out = {"out", "force", "memory_limit", "threads", "temp_dir", "append_to", "name"}
+    return {key: value for key, value in asdict(options).items() if key not in left_out}
+
+
+def package_version() -> str:
+    """Give the version of this package, also where it runs from a checkout."""
+    try:
+        return version("sattle-dist")
+    except PackageNotFoundError:
+        return "unknown"

@@ -27,6 +27,7 @@ _NT_PATTERN = (
 
 Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+Span = tuple[Positions, Positions]
 
 
 @dataclass(frozen=True)
@@ -155,25 +156,22 @@ def _is_utf8(data: bytes) -> bool:
 def _parse_delimited(lines: _Lines, layout: Layout, parsed: Parsed) -> list[list[pa.StringArray]]:
     """Split the open lines at their delimiters; lines with quotes (CSV only) go through `split_quoted`."""
     if layout.strip:
-        _strip_line_ends(lines, layout.delimiter)
+        _strip_line_ends(lines)
     quoted_rows: list[list[bytes]] = []
     if layout.quoted:
         quotes = np.flatnonzero(lines.bytes_ == _QUOTE)
         for i in np.unique(_line_of(lines, quotes)).tolist():
             if lines.open[i]:
                 _parse_quoted(lines, i, layout, parsed, quoted_rows)
-    delimiters = np.flatnonzero(lines.bytes_ == layout.delimiter)
-    line_of = _line_of(lines, delimiters)
+    inner = _inner_delimiters(lines, layout, parsed)
+    starts, ends = lines.starts, lines.ends
+    if not lines.open.all():
+        starts, ends = starts[lines.open], ends[lines.open]
+    lows = [starts, *(column + 1 for column in inner)]
+    highs = [*inner, ends]
+    fields = [(lows[place], highs[place]) for place in layout.positions]
     if layout.strip:
-        inside = delimiters < lines.ends[line_of]
-        delimiters, line_of = delimiters[inside], line_of[inside]
-    counts = np.bincount(line_of, minlength=len(lines.starts))
-    for i in np.flatnonzero(lines.open & (counts != layout.num_fields - 1)).tolist():
-        _reject(lines, parsed, i, f"{counts[i] + 1} fields, expected {layout.num_fields}")
-    inner = delimiters[lines.open[line_of]].reshape(-1, layout.num_fields - 1)
-    fields = _field_bounds(lines, inner)[:, list(layout.positions)]  # [n, 3, 2]
-    if layout.strip:
-        _strip_fields(lines.bytes_, fields)
+        fields = [_strip_field(lines.bytes_, low, high) for low, high in fields]
     plain = _gather(lines, fields, parsed)
     if not quoted_rows:
         return [plain]
@@ -185,60 +183,77 @@ def _line_of(lines: _Lines, places: Positions) -> Positions:
     return np.searchsorted(lines.starts, places, side="right") - 1
 
 
-def _field_bounds(lines: _Lines, inner: Positions) -> Positions:
-    """Give start and end of every field of the open lines, [n, num_fields, 2], from their delimiters."""
-    bounds = np.empty((len(inner), inner.shape[1] + 1, 2), np.int64)
-    bounds[:, 0, 0] = lines.starts[lines.open]
-    bounds[:, 1:, 0] = inner + 1
-    bounds[:, :-1, 1] = inner
-    bounds[:, -1, 1] = lines.ends[lines.open]
-    return bounds
+def _inner_delimiters(lines: _Lines, layout: Layout, parsed: Parsed) -> list[Positions]:
+    """Give the places of the first, second, ... delimiter of the open lines; lines with another number are rejected."""
+    delimiters = np.flatnonzero(lines.bytes_ == layout.delimiter)
+    wanted = layout.num_fields - 1
+    if lines.open.all() and len(delimiters) == wanted * len(lines.starts):
+        columns = [delimiters[place::wanted] for place in range(wanted)]
+        # Sorted places, as many as wanted: where the first and last of each line lie in it, so do all.
+        if (columns[0] >= lines.starts).all() and (columns[-1] < lines.ends).all():
+            return columns
+    line_of = _line_of(lines, delimiters)
+    inside = delimiters < lines.ends[line_of]
+    delimiters, line_of = delimiters[inside], line_of[inside]
+    counts = np.bincount(line_of, minlength=len(lines.starts))
+    for i in np.flatnonzero(lines.open & (counts != wanted)).tolist():
+        _reject(lines, parsed, i, f"{counts[i] + 1} fields, expected {layout.num_fields}")
+    left = delimiters[lines.open[line_of]]
+    return [left[place::wanted] for place in range(wanted)]
 
 
-def _gather(lines: _Lines, fields: Positions, parsed: Parsed) -> list[pa.StringArray]:
-    """Copy the fields [n, 3, 2] out of the block, after rejecting lines with an empty one."""
-    empty = fields[:, :, 0] >= fields[:, :, 1]
-    if empty.any():
+def _gather(lines: _Lines, fields: list[Span], parsed: Parsed) -> list[pa.StringArray]:
+    """Copy the three fields out of the block, after rejecting lines with an empty one."""
+    empty = [low >= high for low, high in fields]
+    any_empty = empty[0] | empty[1] | empty[2]
+    if any_empty.any():
         numbers = np.flatnonzero(lines.open)
-        for row in np.flatnonzero(empty.any(axis=1)).tolist():
-            _reject(lines, parsed, int(numbers[row]), f"empty {COLUMNS[int(np.argmax(empty[row]))]}")
-        fields = fields[~empty.any(axis=1)]
-    if not len(fields):
+        for row in np.flatnonzero(any_empty).tolist():
+            role = next(name for name, column in zip(COLUMNS, empty, strict=True) if column[row])
+            _reject(lines, parsed, int(numbers[row]), f"empty {role}")
+        fields = [(low[~any_empty], high[~any_empty]) for low, high in fields]
+    if not len(fields[0][0]):
         return _empty_columns()
-    edges = (lines.bytes_[fields[:, :, 0]] == _SPACE) | (lines.bytes_[fields[:, :, 1] - 1] == _SPACE)
-    parsed.blank_edges += int(edges.any(axis=1).sum())
-    return [_copy_spans(lines.data, fields[:, c]) for c in range(3)]
+    if b" " in lines.data:
+        edges = np.zeros(len(fields[0][0]), bool)
+        for low, high in fields:
+            edges |= (lines.bytes_[low] == _SPACE) | (lines.bytes_[high - 1] == _SPACE)
+        parsed.blank_edges += int(edges.sum())
+    return [_copy_spans(lines.data, low, high) for low, high in fields]
 
 
-def _copy_spans(data: bytes, spans: Positions) -> pa.StringArray:
-    """Make the strings data[start:end] of increasing spans [n, 2].
+def _copy_spans(data: bytes, low: Positions, high: Positions) -> pa.StringArray:
+    """Make the strings data[low:high], at least one, of increasing spans.
 
-    The starts and ends are read as the offsets of 2n strings that cover the block, of which every second is taken.
+    The bounds are read as the offsets of 2n - 1 strings that cover the block, of which every second is taken.
     """
-    offsets = np.ascontiguousarray(spans, np.int32)
-    whole = pa.Array.from_buffers(pa.string(), 2 * len(spans) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
-    return whole.take(pa.array(np.arange(0, 2 * len(spans), 2, dtype=np.int32)))
+    offsets = np.empty((len(low), 2), np.int32)
+    offsets[:, 0], offsets[:, 1] = low, high
+    whole = pa.Array.from_buffers(pa.string(), 2 * len(low) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return whole.take(pa.array(np.arange(0, 2 * len(low), 2, dtype=np.int32)))
 
 
-def _strip_line_ends(lines: _Lines, delimiter: int) -> None:
-    blanks = np.array([_SPACE, _TAB, _RETURN], np.uint8)
+def _strip_line_ends(lines: _Lines) -> None:
+    """Move the ends of the lines inwards over blanks."""
     while True:
         last = lines.bytes_[np.maximum(lines.ends - 1, 0)]
-        more = (lines.ends > lines.starts) & np.isin(last, blanks)
+        more = (lines.ends > lines.starts) & ((last == _SPACE) | (last == _TAB) | (last == _RETURN))
         if not more.any():
             return
         lines.ends -= more
 
 
-def _strip_fields(bytes_: npt.NDArray[np.uint8], fields: Positions) -> None:
-    """Move the bounds of the fields inwards over blanks."""
-    for side, step in ((0, 1), (1, -1)):
-        while True:
-            edge = bytes_[np.maximum(fields[:, :, side] - side, 0)]
-            more = (fields[:, :, 0] < fields[:, :, 1]) & ((edge == _SPACE) | (edge == _TAB))
-            if not more.any():
-                break
-            fields[:, :, side] += step * more
+def _strip_field(bytes_: npt.NDArray[np.uint8], low: Positions, high: Positions) -> Span:
+    """Move the bounds of fields inwards over blanks."""
+    while (more := (low < high) & _is_blank(bytes_[low])).any():
+        low = low + more
+    while (more := (low < high) & _is_blank(bytes_[high - 1])).any():
+        high = high - more
+    return low, high
+
+
+def _is_blank(bytes_: npt.NDArray[np.uint8]) -> Mask:
+    return (bytes_ == _SPACE) | (bytes_ == _TAB)
 
 
 def _parse_quoted(lines: _Lines, i: int, layout: Layout, parsed: Parsed, rows: list[list[bytes]]) -> None:
@@ -292,8 +307,8 @@ def _parse_ntriples(lines: _Lines, parsed: Parsed) -> list[pa.StringArray]:
     """Match the open lines against the grammar of N-Triples; terms are kept as they are written."""
     if not lines.open.any():
         return _empty_columns()
-    spans = np.stack([lines.starts, lines.ends], axis=1)[lines.open]
-    found = pc.extract_regex(_copy_spans(lines.data, spans).cast(pa.binary()), _NT_PATTERN)
+    texts = _copy_spans(lines.data, lines.starts[lines.open], lines.ends[lines.open])
+    found = pc.extract_regex(texts.cast(pa.binary()), _NT_PATTERN)
     bad = pc.is_null(found).to_numpy(zero_copy_only=False)
     numbers = np.flatnonzero(lines.open)
     for i in numbers[bad].tolist():

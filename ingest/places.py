@@ -3,8 +3,8 @@
     place = word("source", s) ^ word("relation", r) ^ word("target", t)
     word(role, label) = the first 8 bytes of md5("SEED\\nROLE\\nLABEL") as a little-endian integer
 
-A place below test_fraction * 2**64 is test, one below (test_fraction + valid_fraction) * 2**64 is valid, the rest is train.
-So the order of lines, the machine, the number of threads and the other triples do not matter, and equal triples stay
+A place below test_fraction * 2**64 is test, one below (test_fraction + valid_fraction) * 2**64 is valid, the rest is
+train. So the order of lines, the machine, the number of threads and the other triples do not matter, and equal triples stay
 together.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Queue
 from typing import TypeVar
@@ -41,6 +41,10 @@ class Lines:
     comments: int = 0
     headers: int = 0
 
+    def plus(self, before: dict[str, int]) -> Lines:
+        """Add the account of an earlier ingest."""
+        return Lines(**{key: value + before.get(key, 0) for key, value in asdict(self).items()})
+
     def check(self) -> None:
         assert self.read == self.kept + self.duplicates + self.rejected, self
 
@@ -52,14 +56,16 @@ class Reader:
     sources: list[Source]
     options: IngestOptions
     rejects_path: Path
+    old_rejects: Path | None = None
+    """Rejects of an earlier ingest, to be kept."""
     lines: Lines = field(default_factory=Lines)
     warnings: list[str] = field(default_factory=list)
     on_lines: Callable[[int], None] = lambda count: None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the triples of all sources (RAW_SCHEMA); raise IngestError at malformed lines unless they are skipped."""
-        writer: pq.ParquetWriter | None = None
+        """Yield the triples of all sources (RAW_SCHEMA); raise IngestError at malformed lines unless skipped."""
         blank_edges = 0
+        writer = self._keep_old_rejects()
         try:
             for source in self.sources:
                 split = pa.scalar(SPLITS.index(source.split) if source.split else UNSPLIT, pa.uint8())
@@ -67,7 +73,7 @@ class Reader:
                     blank_edges += parsed.blank_edges
                     if parsed.rejects:
                         self._refuse_rejects(source, parsed.rejects)
-                        writer = writer or pq.ParquetWriter(self.rejects_path, _REJECT_SCHEMA, compression="zstd")
+                        writer = writer or _reject_writer(self.rejects_path)
                         writer.write_batch(_reject_batch(source, parsed.rejects))
                     self._count(parsed)
                     if parsed.triples:
@@ -78,9 +84,18 @@ class Reader:
                 writer.close()
         if blank_edges:
             self.warnings.append(
-                f"{blank_edges:,} triples have a label that begins or ends with a blank; it was kept as part of the label "
-                "(--strip cuts such blanks)"
+                f"{blank_edges:,} triples have a label that begins or ends with a blank; it was kept as part of the "
+                "label (--strip cuts such blanks)"
             )
+
+    def _keep_old_rejects(self) -> pq.ParquetWriter | None:
+        if self.old_rejects is None:
+            return None
+        writer = _reject_writer(self.rejects_path)
+        with pq.ParquetFile(self.old_rejects) as old:
+            for batch in old.iter_batches():
+                writer.write_batch(batch)
+        return writer
 
     def _count(self, parsed: Parsed) -> None:
         self.lines.read += parsed.triples + len(parsed.rejects)
@@ -127,7 +142,8 @@ class Reader:
         names = {name.lower() for name in _try_header(head, layout)}
         if source.format != "nt" and len(names & _HEADER_WORDS) >= 2:
             self.warnings.append(
-                f"the first line of {source.path} looks like a header but was taken as a triple (--header passes over it)"
+                f"the first line of {source.path} looks like a header but was taken as a triple "
+                "(--header passes over it)"
             )
         return layout, block
 
@@ -170,6 +186,10 @@ def _try_header(head: bytes, layout: Layout) -> list[str]:
         return list(header_fields(head[:1000], layout))
     except IngestError:
         return []
+
+
+def _reject_writer(path: Path) -> pq.ParquetWriter:
+    return pq.ParquetWriter(path, _REJECT_SCHEMA, compression="zstd")
 
 
 def _reject_batch(source: Source, rejects: list[Reject]) -> pa.RecordBatch:

@@ -1,7 +1,7 @@
 """Sort the triples of a split in both directions, in memory where they fit and range by range where they do not.
 
-Every triple (s, r, t) becomes two rows (source, relation, target): (s, r, t) and (t, r + R, s). A row is packed into one
-integer, so sorting is numpy's sort of integers. Where ids are too large for that, DuckDB sorts the rows.
+Every triple (s, r, t) becomes two rows (source, relation, target): (s, r, t) and (t, r + R, s). A row is packed into
+one integer, so sorting is numpy's sort of integers. Where ids are too large for that, DuckDB sorts the rows.
 """
 
 from __future__ import annotations

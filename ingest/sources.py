@@ -139,8 +139,8 @@ def _directory(folder: Path, format_: str) -> list[Source]:
     if not by_split["train"]:
         seen = ", ".join(file.name for file in files[:5]) or "no file of triples"
         raise IngestError(
-            f"{folder} holds no file named like train.txt, train.tsv, train.csv, train.nt or train.parquet (found: {seen}); "
-            "name the files themselves, or give --train, --valid and --test"
+            f"{folder} holds no file named like train.txt, train.tsv, train.csv, train.nt or train.parquet "
+            f"(found: {seen}); name the files themselves, or give --train, --valid and --test"
         )
     for split, members in by_split.items():
         stems: dict[str, Path] = {}

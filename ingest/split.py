@@ -6,7 +6,8 @@ moved to train: the result depends on the set of triples alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +28,32 @@ class Moved:
     test: int
 
 
-def move_back(scratch: Scratch, num_entities: int, num_relations: int) -> Moved:
-    """Move the fewest that this rule finds of the held-out triples to train, until train knows all of valid and test."""
+def describe_split(options: IngestOptions, moved: Moved | None) -> dict[str, Any]:
+    """Say for the manifest how the splits came about."""
+    if moved is None:
+        return {"how": "given"}
+    valid, test = options.fractions()
+    return {
+        "how": "hash",
+        "seed": options.seed,
+        "valid_fraction": valid,
+        "test_fraction": test,
+        "moved_to_train": asdict(moved),
+    }
+
+
+def move_back(scratch: Scratch, num_entities: int, num_relations: int, table: str, fixed: str | None) -> Moved:
+    """Move held-out triples of `table` to train until train knows all of them; those of table `fixed` stay put."""
     known_entities, known_relations = np.zeros(num_entities, bool), np.zeros(num_relations, bool)
-    for batch in scratch.stream("SELECT source, relation, target FROM triples WHERE split = 0"):
+    train = f"SELECT source, relation, target FROM {table} WHERE split = 0"
+    if fixed:
+        train += f" UNION ALL SELECT source, relation, target FROM {fixed} WHERE split = 0"
+    for batch in scratch.stream(train):
         source, relation, target = (column.to_numpy() for column in batch.columns)
         known_entities[source] = known_entities[target] = True
         known_relations[relation] = True
     rows: list[npt.NDArray[np.int32]] = []
-    for batch in scratch.stream("SELECT source, relation, target, split::INTEGER FROM triples WHERE split > 0"):
+    for batch in scratch.stream(f"SELECT source, relation, target, split::INTEGER FROM {table} WHERE split > 0"):
         row = np.stack([column.to_numpy() for column in batch.columns], axis=1)
         lacking = ~(known_entities[row[:, 0]] & known_relations[row[:, 1]] & known_entities[row[:, 2]])
         rows.append(row[lacking])
@@ -46,8 +64,8 @@ def move_back(scratch: Scratch, num_entities: int, num_relations: int) -> Moved:
     table = pa.record_batch([moved[:, c] for c in range(3)], names=["source", "relation", "target"])
     scratch.connection.register("moved", table)
     scratch.run(
-        "UPDATE triples SET split = 0 FROM moved WHERE triples.split > 0 AND triples.source = moved.source "
-        "AND triples.relation = moved.relation AND triples.target = moved.target"
+        f"UPDATE {table} SET split = 0 FROM moved WHERE {table}.split > 0 AND {table}.source = moved.source "
+        f"AND {table}.relation = moved.relation AND {table}.target = moved.target"
     )
     scratch.connection.unregister("moved")
     return Moved(valid=int((moved[:, 3] == 1).sum()), test=int((moved[:, 3] == 2).sum()))

@@ -1,0 +1,88 @@
+"""`sattle sql`: open a graph in DuckDB, as views with labels, and print what a query gives."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import duckdb
+
+from ingest.database import quote
+from ingest.errors import IngestError
+from ingest.manifest import check_sizes, read_manifest
+
+OUTPUTS = ("table", "csv", "json")
+_MAX_WIDTH = 60
+
+
+def open_views(graph: Path) -> duckdb.DuckDBPyConnection:
+    """Open a graph as the views triples, entities and relations (and rejects, where lines were skipped).
+
+    triples: split, source, relation, target as labels, and source_id, relation_id, target_id. The connection can write
+    nothing and read nothing but the graph.
+    """
+    manifest = read_manifest(graph)
+    check_sizes(graph, manifest)
+    connection = duckdb.connect(":memory:")
+    connection.execute(f"SET allowed_directories = [{quote(graph.resolve())}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET enable_progress_bar = false")
+    root = str(graph.resolve()).replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
+    for table in ("entities", "relations"):
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM read_parquet({quote(f'{root}/{table}.parquet')})")
+    if "rejects.parquet" in manifest["files"]:
+        connection.execute(f"CREATE VIEW rejects AS SELECT * FROM read_parquet({quote(f'{root}/rejects.parquet')})")
+    ids = f"read_parquet({quote(f'{root}/triples/*/*.parquet')}, hive_partitioning = true)"
+    connection.execute(
+        "CREATE VIEW triples AS SELECT x.split AS split, s.label AS source, r.label AS relation, t.label AS target, "
+        f"x.source AS source_id, x.relation AS relation_id, x.target AS target_id FROM {ids} x "
+        "JOIN entities s ON s.entity_id = x.source JOIN relations r ON r.relation_id = x.relation "
+        "JOIN entities t ON t.entity_id = x.target"
+    )
+    return connection
+
+
+def run_query(graph: Path, query: str, output: str, stream: TextIO) -> None:
+    """Run a query on a graph's views and print the result as a table, CSV or JSON; raise IngestError in one line."""
+    connection = open_views(graph)
+    try:
+        result = connection.execute(query)
+        names = [column[0] for column in result.description or []]
+        if not names:
+            raise IngestError("the query gives no rows; write a SELECT")
+        printer = {"table": _print_table, "csv": _print_csv, "json": _print_json}[output]
+        printer(names, result.fetchall(), stream)
+    except duckdb.Error as error:
+        text = " ".join(str(error).split())
+        raise IngestError(f"the query failed: {text} (views: triples, entities, relations)") from None
+    finally:
+        connection.close()
+
+
+def _print_table(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    for line in [list(names), ["-" * width for width in widths], *cells]:
+        text = "  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True))
+        stream.write(text.rstrip() + "\n")
+    stream.write(f"({len(rows)} rows)\n")
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else value if isinstance(value, str) else str(value)
+    text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    return text if len(text) <= _MAX_WIDTH else text[: _MAX_WIDTH - 3] + "..."
+
+
+def _print_csv(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(rows)
+
+
+def _print_json(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
+    records = (json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) for row in rows)
+    stream.write("[" + ",\n ".join(records) + "]\n")
