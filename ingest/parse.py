@@ -253,7 +253,8 @@ def _strip_field(bytes_: npt.NDArray[np.uint8], low: Positions, high: Positions)
 
 
 def _is_blank(bytes_: npt.NDArray[np.uint8]) -> Mask:
-    return (bytes_ == _SPACE) | (bytes_ == _TAB)
+    blank: Mask = (bytes_ == _SPACE) | (bytes_ == _TAB)
+    return blank
 
 
 def _parse_quoted(lines: _Lines, i: int, layout: Layout, parsed: Parsed, rows: list[list[bytes]]) -> None:

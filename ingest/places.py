@@ -4,8 +4,8 @@
     word(role, label) = the first 8 bytes of md5("SEED\\nROLE\\nLABEL") as a little-endian integer
 
 A place below test_fraction * 2**64 is test, one below (test_fraction + valid_fraction) * 2**64 is valid, the rest is
-train. So the order of lines, the machine, the number of threads and the other triples do not matter, and equal triples stay
-together.
+train. So the order of lines, the machine, the number of threads and the other triples do not matter, and equal triples
+stay together.
 """
 
 from __future__ import annotations

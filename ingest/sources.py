@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import cast
 
 import pyarrow as pa
 
@@ -151,10 +152,10 @@ def _directory(folder: Path, format_: str) -> list[Source]:
     return [_source(str(file), split, format_) for split in SPLITS for file in by_split[split]]
 
 
-def open_bytes(path: str) -> pa.NativeFile | BinaryIO:
+def open_bytes(path: str) -> pa.NativeFile | BufferedReader:
     """Open a file or standard input for reading, decompressed where its first bytes say it is compressed."""
     try:
-        raw = sys.stdin.buffer if path == "-" else open(path, "rb", buffering=1 << 16)  # noqa: SIM115
+        raw = cast(BufferedReader, sys.stdin.buffer if path == "-" else open(path, "rb"))  # noqa: SIM115
         head = raw.peek(16)[:16]
     except OSError as error:
         raise IngestError(f"cannot read {path}: {error.strerror}") from None
