@@ -94,12 +94,16 @@ def default_out(inputs: Sequence[str], train: Sequence[str]) -> Path:
     return Path(f"{name}.graph")
 
 
+# How Arrow and DuckDB say it; DuckDB also stops when its spill files would fill the disk.
+_FULL_DISK_WORDS = ("No space left", "max_temp_directory_size", "failed to offload")
+
+
 def _explain(error: Exception, options: IngestOptions, out: Path) -> IngestError:
     """Say in words what a disk, memory or database error means for the user."""
     text = (str(error) or type(error).__name__).splitlines()[0]
     spill = options.temp_dir or out.parent
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or "No space left" in text or "max_temp_directory_size" in text:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or any(words in text for words in _FULL_DISK_WORDS):
         return IngestError(
             f"the disk is full ({text}); nothing was left behind. Free some space, or name a larger disk for the graph "
             f"with --out (now {out.parent}) and for spilling with --temp-dir (now {spill})"
@@ -135,11 +139,11 @@ class _Run:
             self.progress("labels", 0)
             write_entities(scratch, graph, counts["train"])
             write_relations(scratch, graph, counts["train"])
+            sizes = {split: counts[split].triples for split in SPLITS}
+            if moved is not None and self.old is None:
+                self.warnings += check_request(scratch, self.options, sizes, moved)
         finally:
             scratch.close()
-        sizes = {split: counts[split].triples for split in SPLITS}
-        if moved is not None and self.old is None:
-            self.warnings += check_request(self.options, sizes, moved)
         lines.kept = sum(sizes.values())
         lines.duplicates = lines.read - lines.rejected - lines.kept
         lines.check()
@@ -181,7 +185,7 @@ class _Run:
         moved = None
         if not self._given():
             self.progress("split", 0)
-            moved = move_back(scratch, num_entities, num_relations, "triples", "old" if self.old else None)
+            moved = move_back(scratch, num_entities, num_relations, "old" if self.old else None)
         if self.old:
             join_old(scratch)
         return moved

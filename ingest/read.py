@@ -238,4 +238,4 @@ def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
         while thread.is_alive():
             if not queue.empty():
                 queue.get()
-            thread.join(0.01)
+            thread.join(0.001)

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ingest.database import Scratch
 from ingest.errors import IngestError
+from ingest.nearest import MAX_TRIPLES, nearest_possible
 from ingest.options import SPLITS, IngestOptions
 
 Int32s = npt.NDArray[np.int32]
@@ -42,10 +43,10 @@ def describe_split(options: IngestOptions, moved: Moved | None) -> dict[str, Any
     }
 
 
-def move_back(scratch: Scratch, num_entities: int, num_relations: int, table: str, fixed: str | None) -> Moved:
-    """Move held-out triples of `table` to train until train knows all of them; those of table `fixed` stay put."""
+def move_back(scratch: Scratch, num_entities: int, num_relations: int, fixed: str | None) -> Moved:
+    """Move held-out triples to train until train knows all of them; the triples of table `fixed` stay put."""
     known_entities, known_relations = np.zeros(num_entities, bool), np.zeros(num_relations, bool)
-    train = f"SELECT source, relation, target FROM {table} WHERE split = 0"
+    train = "SELECT source, relation, target FROM triples WHERE split = 0"
     if fixed:
         train += f" UNION ALL SELECT source, relation, target FROM {fixed} WHERE split = 0"
     for batch in scratch.stream(train):
@@ -53,7 +54,7 @@ def move_back(scratch: Scratch, num_entities: int, num_relations: int, table: st
         known_entities[source] = known_entities[target] = True
         known_relations[relation] = True
     rows: list[npt.NDArray[np.int32]] = []
-    for batch in scratch.stream(f"SELECT source, relation, target, split::INTEGER FROM {table} WHERE split > 0"):
+    for batch in scratch.stream("SELECT source, relation, target, split::INTEGER FROM triples WHERE split > 0"):
         row = np.stack([column.to_numpy() for column in batch.columns], axis=1)
         lacking = ~(known_entities[row[:, 0]] & known_relations[row[:, 1]] & known_entities[row[:, 2]])
         rows.append(row[lacking])
@@ -61,11 +62,11 @@ def move_back(scratch: Scratch, num_entities: int, num_relations: int, table: st
     if not len(lacking_rows):
         return Moved(0, 0)
     moved = _choose(lacking_rows, known_entities, known_relations)
-    table = pa.record_batch([moved[:, c] for c in range(3)], names=["source", "relation", "target"])
-    scratch.connection.register("moved", table)
+    batch = pa.record_batch([moved[:, c] for c in range(3)], names=["source", "relation", "target"])
+    scratch.connection.register("moved", batch)
     scratch.run(
-        f"UPDATE {table} SET split = 0 FROM moved WHERE {table}.split > 0 AND {table}.source = moved.source "
-        f"AND {table}.relation = moved.relation AND {table}.target = moved.target"
+        "UPDATE triples SET split = 0 FROM moved WHERE triples.split > 0 AND triples.source = moved.source "
+        "AND triples.relation = moved.relation AND triples.target = moved.target"
     )
     scratch.connection.unregister("moved")
     return Moved(valid=int((moved[:, 3] == 1).sum()), test=int((moved[:, 3] == 2).sum()))
@@ -82,23 +83,33 @@ def _choose(rows: Int32s, known_entities: npt.NDArray[np.bool_], known_relations
     return rows[np.unique(np.concatenate(chosen))]
 
 
-def check_request(options: IngestOptions, sizes: dict[str, int], moved: Moved) -> list[str]:
+def check_request(scratch: Scratch, options: IngestOptions, sizes: dict[str, int], moved: Moved) -> list[str]:
     """Compare what was asked for with what came out: raise IngestError where a split asked for is empty, else warn."""
     total = sum(sizes.values())
     asked = {"valid": options.valid_fraction, "test": options.test_fraction}
     fractions = dict(zip(("valid", "test"), options.fractions(), strict=True))
-    warnings = []
+    messages, empty = [], []
     for split in SPLITS[1:]:
-        fraction, back = fractions[split], getattr(moved, split)
-        if fraction == 0 or sizes[split] >= 0.5 * fraction * total > 0:
+        if fractions[split] == 0 or sizes[split] >= 0.5 * fractions[split] * total:
             continue
-        why = (
-            f"{back} of its triples were moved to train, which lacked their entities or relations"
-            if back
-            else "too few"
-        )
-        message = f"--{split}-fraction {fraction:g} of {total:,} triples came to {sizes[split]:,} ({why})"
-        if asked[split] is not None and sizes[split] == 0:
-            raise IngestError(f"{message}; nearest possible: --{split}-fraction 0, or give the {split} file yourself")
-        warnings.append(message)
-    return warnings
+        back = getattr(moved, split)
+        why = f"; {back:,} went to train, which lacked their entities or relations" if back else ""
+        messages.append(f"{split} has {sizes[split]:,} of {total:,} triples, asked for was {fractions[split]:g}{why}")
+        if asked[split] and not sizes[split]:
+            empty.append(split)
+    if empty:
+        nearest = nearest_possible(_labelled(scratch, total), options, empty)
+        raise IngestError(f"{'; '.join(messages)}; nearest possible: {nearest}")
+    return messages
+
+
+def _labelled(scratch: Scratch, total: int) -> list[tuple[str, str, str]]:
+    """Fetch the triples with labels, sorted, or more than can be tried out."""
+    if total > MAX_TRIPLES:
+        return [("", "", "")] * total
+    rows = scratch.connection.execute(
+        "SELECT DISTINCT s.label, r.label, t.label, source, relation, target FROM triples x "
+        "JOIN entities s ON s.id = x.source JOIN relations r ON r.id = x.relation JOIN entities t ON t.id = x.target "
+        "ORDER BY source, relation, target"
+    ).fetchall()
+    return [row[:3] for row in rows]

@@ -50,7 +50,8 @@ def run_query(graph: Path, query: str, output: str, stream: TextIO) -> None:
     connection = open_views(graph)
     try:
         result = connection.execute(query)
-        names = [column[0] for column in result.description or []]
+        # An empty query gives no result at all, a statement other than SELECT one without columns.
+        names = [column[0] for column in (result.description if result else None) or []]
         if not names:
             raise IngestError("the query gives no rows; write a SELECT")
         printer = {"table": _print_table, "csv": _print_csv, "json": _print_json}[output]

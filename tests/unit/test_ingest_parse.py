@@ -63,7 +63,7 @@ def reference(data, comment=None):
         (b"\xef\xbb\xbfa\tr\tb\n", [("a", "r", "b")]),  # byte order mark
         (b"a\tr\tb\r\nc\tr\td\r\n", [("a", "r", "b"), ("c", "r", "d")]),
         (b"New York\tis in\tthe  US\n", [("New York", "is in", "the  US")]),
-        (b' a\tr\tb \n', [(" a", "r", "b ")]),  # blanks are bytes of the label
+        (b" a\tr\tb \n", [(" a", "r", "b ")]),  # blanks are bytes of the label
         (b'"a"\t\'r\'\t"b\n', [('"a"', "'r'", '"b')]),  # quotes are bytes of the label
         (b"a\\t\tr\\\tb,c\n", [("a\\t", "r\\", "b,c")]),
         (b"NULL\tnan\t\\N\n", [("NULL", "nan", "\\N")]),

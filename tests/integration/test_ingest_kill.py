@@ -1,0 +1,64 @@
+"""kill -9 at 20 random moments: what opens as a graph is complete, and the next run succeeds."""
+
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ingest import IngestOptions, ingest_triples
+from ingest.manifest import MANIFEST, read_manifest, verify
+
+
+@pytest.fixture(scope="module")
+def triples(tmp_path_factory):
+    rng = random.Random(1)
+    file = tmp_path_factory.mktemp("kill") / "triples.tsv"
+    lines = (f"e{rng.randrange(20000)}\tr{rng.randrange(20)}\te{rng.randrange(20000)}\n" for _ in range(60_000))
+    file.write_text("".join(lines))
+    return file
+
+
+def start(triples, out):
+    command = [sys.executable, "-m", "ingest.cli", str(triples), "--out", str(out), "--force"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def check_everything_that_opens(folder):
+    """Verify every directory with a manifest, hidden ones included; give their number."""
+    manifests = list(folder.rglob(MANIFEST))
+    for path in manifests:
+        verify(path.parent, read_manifest(path.parent))
+    return len(manifests)
+
+
+def test_kill_at_any_moment(triples, tmp_path):
+    out = tmp_path / "graph"
+    expected = ingest_triples([triples], options=IngestOptions(out=out)).manifest["checksum"]
+    shutil.rmtree(out)
+    began = time.monotonic()
+    process = start(triples, out)
+    lines = iter(process.stderr.readline, b"")
+    startup = next(time.monotonic() - began for line in lines if b"reading" in line)
+    process.communicate()
+    whole = time.monotonic() - began
+    rng, killed, left = random.Random(2), 0, 0
+    for attempt in range(20):
+        if attempt % 2:
+            shutil.rmtree(out, ignore_errors=True)
+        process = start(triples, out)
+        # Most of the start is Python importing modules; the moments of interest come after.
+        time.sleep(rng.uniform(0.5 * startup, whole))
+        process.kill()
+        process.communicate()
+        killed += process.returncode == -9
+        left += len(list(tmp_path.glob(".graph.ingest-*")))
+        opened = check_everything_that_opens(tmp_path)
+        assert attempt % 2 or opened, "a graph that is being replaced is there at every moment"
+        report = ingest_triples([triples], options=IngestOptions(out=out, force=True))
+        assert report.manifest["checksum"] == expected
+        assert list(tmp_path.iterdir()) == [out], "what the killed process left has been removed"
+    assert killed >= 10, "most runs must have been killed before they ended"
+    assert left >= 5, "some must have been killed at work"
