@@ -13,13 +13,14 @@ import duckdb
 import pyarrow as pa
 
 from ingest.append import OldGraph, join_old
-from ingest.database import Scratch, load_raw, number_labels, number_triples
+from ingest.database import Scratch, load_raw
 from ingest.errors import IngestError
 from ingest.index import SplitCounts, write_split
 from ingest.manifest import make_manifest
+from ingest.numbering import number_labels, number_triples
 from ingest.options import SPLITS, IngestOptions, memory_limit, package_version, recorded
 from ingest.place import check_place, put_in_place, working_directory
-from ingest.places import SplitSql
+from ingest.places import SplitRule
 from ingest.read import Lines, Reader, prefetch
 from ingest.sorting import sorted_rows
 from ingest.sources import Source, bare_name, find_sources
@@ -173,7 +174,8 @@ class _Run:
         self.progress("label", 0)
         number_labels(scratch, self.old.label_files() if self.old else {})
         self.progress("number", 0)
-        number_triples(scratch, SplitSql(self.options, by_hash=not self._given()))
+        rule = SplitRule(self.options, by_hash=not self._given())
+        number_triples(scratch, rule, memory_limit(self.options) // 5)
         if self.old:
             self.old.load(scratch)
 

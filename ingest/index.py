@@ -7,7 +7,6 @@ triples, and equal rows are neighbours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ingest.background import Background
 from ingest.npy import NpyWriter
 from ingest.sorting import Rows
 
@@ -52,24 +52,28 @@ def write_split(rows: Iterator[Rows], graph: Path, split: str, num_entities: int
         np.zeros(num_relations, np.int64),
         np.zeros(2 * num_relations, np.int64),
     )
+    written = 0
     with (
         NpyWriter(index / "queries.npy", np.int64) as queries,
         NpyWriter(index / "offsets.npy", np.int64) as offsets,
         NpyWriter(index / "targets.npy", np.int32) as targets,
         TripleFiles(graph / "triples" / f"split={split}") as triples,
+        Background() as jobs,
     ):
         for part, begins in _without_repeats(rows):
-            queries.append(part.sources[begins] * (2 * num_relations) + part.relations[begins])
-            offsets.append(targets.length + np.flatnonzero(begins))
-            targets.append(part.targets.astype(np.int32))
+            keys = part.sources[begins] * (2 * num_relations) + part.relations[begins]
             forward = part.relations < num_relations
+            columns = [column[forward].astype(np.int32) for column in (part.sources, part.relations, part.targets)]
+            jobs.submit(queries.append, keys)
+            jobs.submit(offsets.append, written + np.flatnonzero(begins))
+            jobs.submit(targets.append, part.targets.astype(np.int32))
+            jobs.submit(triples.write, *columns)
             _add_counts(counts, part, begins, forward)
-            triples.write(
-                *(column[forward].astype(np.int32) for column in (part.sources, part.relations, part.targets))
-            )
-        offsets.append(np.array([targets.length]))
-        counts.triples, counts.queries = triples.rows, queries.length
-        assert targets.length == 2 * triples.rows, "every triple must stand in the index twice"
+            written += len(part)
+            counts.queries += len(keys)
+            counts.triples += len(columns[0])
+        jobs.submit(offsets.append, np.array([written]))
+    assert written == 2 * counts.triples, "every triple must stand in the index twice"
     return counts
 
 
@@ -109,10 +113,7 @@ def _add_counts(counts: SplitCounts, part: Rows, begins: Mask, forward: Mask) ->
 
 
 class TripleFiles:
-    """Parquet files of one split, each of at most ROWS_PER_FILE triples; a split without triples has one empty file.
-
-    A thread of its own writes them, while the caller prepares what comes next.
-    """
+    """Parquet files of one split, each of about ROWS_PER_FILE triples; a split without triples has one empty file."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -122,30 +123,20 @@ class TripleFiles:
         self._files = 0
         self._rows_in_file = 0
         self._writer: pq.ParquetWriter | None = None
-        self._pool = ThreadPoolExecutor(1)
-        self._task: Future[None] | None = None
-        self.rows = 0
 
     def write(self, sources: Int32s, relations: Int32s, targets: Int32s) -> None:
         self._pending.append(pa.record_batch([sources, relations, targets], schema=_TRIPLES))
         self._pending_rows += len(sources)
-        self.rows += len(sources)
         if self._pending_rows >= ROW_GROUP:
             self._flush()
 
     def _flush(self) -> None:
-        if self._task:
-            self._task.result()
-        table = pa.Table.from_batches(self._pending, _TRIPLES)
-        self._pending, self._pending_rows = [], 0
-        self._task = self._pool.submit(self._write_table, table)
-
-    def _write_table(self, table: pa.Table) -> None:
         if self._writer is None or self._rows_in_file >= ROWS_PER_FILE:
             self._open_next()
         assert self._writer is not None
-        self._writer.write_table(table, row_group_size=2 * ROW_GROUP)
-        self._rows_in_file += len(table)
+        self._writer.write_table(pa.Table.from_batches(self._pending, _TRIPLES), row_group_size=2 * ROW_GROUP)
+        self._rows_in_file += self._pending_rows
+        self._pending, self._pending_rows = [], 0
 
     def _open_next(self) -> None:
         if self._writer:
@@ -160,12 +151,7 @@ class TripleFiles:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None and (self._pending or self._task is None):
-                self._flush()
-            if self._task and kind is None:
-                self._task.result()
-        finally:
-            self._pool.shutdown()
-            if self._writer:
-                self._writer.close()
+        if kind is None and (self._pending or self._writer is None):
+            self._flush()
+        if self._writer:
+            self._writer.close()

@@ -1,11 +1,11 @@
 """Where a hash split sends a triple: a function of its labels and the seed, and of nothing else.
 
-    place = word("source", s) ^ word("relation", r) ^ word("target", t)
-    word(role, label) = the first 8 bytes of md5("SEED\\nROLE\\nLABEL") as a little-endian integer
+    place = first(md5("SEED\\nentity\\nSOURCE")) ^ first(md5("SEED\\nrelation\\nRELATION"))
+            ^ last(md5("SEED\\nentity\\nTARGET"))
 
-A place below test_fraction * 2**64 is test, one below (test_fraction + valid_fraction) * 2**64 is valid, the rest is
-train. So the order of lines, the machine, the number of threads and the other triples do not matter, and equal triples
-stay together.
+where first and last are the first and the last 8 of the 16 bytes, read as little-endian integers. A place below
+test_fraction * 2**64 is test, one below (test_fraction + valid_fraction) * 2**64 is valid, the rest is train. So the
+order of lines, the machine, the number of threads and the other triples do not matter, and equal triples stay together.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ingest.options import SPLITS, IngestOptions
 
 UNSPLIT = 255
 """Split number of a triple that is to be split by hash."""
 
 
-def word(role: str, label: str, seed: int) -> int:
-    """Give the part of a triple's place that one of its labels makes."""
-    return int.from_bytes(
-        hashlib.md5(f"{seed}\n{role}\n{label}".encode(), usedforsecurity=False).digest()[:8], "little"
-    )
+def words(kind: str, label: str, seed: int) -> tuple[int, int]:
+    """Give the first and the last word of a label; kind is entity or relation."""
+    digest = hashlib.md5(f"{seed}\n{kind}\n{label}".encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 def split_of(source: str, relation: str, target: str, options: IngestOptions) -> str:
-    """Give the split of a triple; the SQL below says the same."""
-    place = word("source", source, options.seed) ^ word("relation", relation, options.seed)
-    place ^= word("target", target, options.seed)
+    """Give the split of a triple; SplitRule says the same."""
+    place = words("entity", source, options.seed)[0] ^ words("relation", relation, options.seed)[0]
+    place ^= words("entity", target, options.seed)[1]
     first_valid, first_train = thresholds(options)
     return SPLITS[2 if place < first_valid else 1 if place < first_train else 0]
 
@@ -41,22 +43,31 @@ def thresholds(options: IngestOptions) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class SplitSql:
-    """The rule above in SQL, or the given splits alone."""
+class SplitRule:
+    """The rule above for many triples at once, in SQL and in numpy; or the given splits alone."""
 
     options: IngestOptions
     by_hash: bool
 
-    def place_of(self, label: str, role: str) -> str:
+    def words_sql(self, kind: str) -> str:
+        """Write the columns first and last of a table of labels in SQL."""
         if not self.by_hash:
-            return "0::UBIGINT"
-        # DuckDB calls the little-endian integer of the first 8 bytes the upper half.
-        return f"md5_number_upper('{self.options.seed}' || chr(10) || '{role}' || chr(10) || {label})"
+            return "0::UBIGINT AS first, 0::UBIGINT AS last"
+        text = f"'{self.options.seed}' || chr(10) || '{kind}' || chr(10) || label"
+        # DuckDB calls the first 8 bytes the upper half.
+        return f"md5_number_upper({text}) AS first, md5_number_lower({text}) AS last"
 
-    def split_of(self, given: str, *places: str) -> str:
+    def split_sql(self, given: str, *words: str) -> str:
+        """Write the number of the split in SQL; `given` is the one a row came with."""
         if not self.by_hash:
             return given
-        place = f"xor(xor({places[0]}, {places[1]}), {places[2]})"
+        place = f"xor(xor({words[0]}, {words[1]}), {words[2]})"
         first_valid, first_train = thresholds(self.options)
         by_hash = f"CASE WHEN {place} < {first_valid} THEN 2 WHEN {place} < {first_train} THEN 1 ELSE 0 END"
         return f"CASE WHEN {given} = {UNSPLIT} THEN {by_hash} ELSE {given} END"
+
+    def splits(self, given: npt.NDArray[np.uint8], places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+        """Give the numbers of the splits."""
+        first_valid, first_train = (np.uint64(bound) for bound in thresholds(self.options))
+        by_hash = (places < first_train).astype(np.uint8) + (places < first_valid).astype(np.uint8)
+        return np.where(given == UNSPLIT, by_hash, given).astype(np.uint8)
