@@ -54,8 +54,9 @@ class SplitRule:
         if not self.by_hash:
             return "0::UBIGINT AS first, 0::UBIGINT AS last"
         text = f"'{self.options.seed}' || chr(10) || '{kind}' || chr(10) || label"
-        # DuckDB calls the first 8 bytes the upper half.
-        return f"md5_number_upper({text}) AS first, md5_number_lower({text}) AS last"
+        # md5_number is all 16 bytes as one little-endian integer, and much faster than md5_number_upper and _lower.
+        number = f"md5_number({text})"
+        return f"({number} & {2**64 - 1})::UBIGINT AS first, ({number} >> 64)::UBIGINT AS last"
 
     def split_sql(self, given: str, *words: str) -> str:
         """Write the number of the split in SQL; `given` is the one a row came with."""
