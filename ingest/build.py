@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from ingest.options import SPLITS, IngestOptions, memory_limit, package_version,
 from ingest.place import check_place, put_in_place, working_directory
 from ingest.places import SplitRule
 from ingest.read import Lines, Reader, prefetch
-from ingest.sorting import sorted_rows
+from ingest.sorting import Rows, sorted_rows
 from ingest.sources import Source, bare_name, find_sources
 from ingest.split import Moved, check_request, describe_split, move_back
 from ingest.tables import write_entities, write_relations
@@ -197,7 +197,15 @@ class _Run:
     ) -> SplitCounts:
         self.progress(f"sort {split}", 0)
         rows = sorted_rows(scratch, SPLITS.index(split), num_entities, num_relations, self._sort_rows())
-        return write_split(rows, graph, split, num_entities, num_relations)
+        return write_split(self._watched(rows, split), graph, split, num_entities, num_relations)
+
+    def _watched(self, rows: Iterator[Rows], split: str) -> Iterator[Rows]:
+        """Pass rows on and report their number; two of them are a triple."""
+        done = 0
+        for part in rows:
+            yield part
+            done += len(part)
+            self.progress(f"sort {split}", done // 2)
 
     def _sort_rows(self) -> int:
         """Give the number of rows to sort at once: 8 bytes each, a sixteenth of the memory."""

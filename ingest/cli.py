@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,6 +154,8 @@ def sql(graph: Path, query: str, output: str) -> None:
 
 def main() -> None:
     """Run `sattle-ingest`."""
+    # A batch system ends jobs with SIGTERM: clean up as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ingest(prog_name="sattle-ingest")
 
 

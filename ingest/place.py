@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from ingest.errors import IngestError
 _LOCK = ".lock"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_YOUNG_SECONDS = 60
 
 
 @contextmanager
@@ -29,15 +31,25 @@ def working_directory(beside: Path) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent, prefix)
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        work, lock = _make_locked(parent, prefix)
     except OSError as error:
         raise IngestError(f"cannot write to {parent}: {error.strerror}") from None
-    lock = os.open(work / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a directory with a lock that this process holds."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = os.open(work / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return work, lock
+        # Another process swept the directory between the making of the file and the locking.
         os.close(lock)
 
 
@@ -49,7 +61,10 @@ def _sweep(parent: Path, prefix: str) -> None:
         try:
             lock = os.open(left / _LOCK, os.O_RDWR)
         except OSError:
-            continue  # its process is just beginning, or another one is removing it
+            # Its process is just beginning, or another one is removing it, or it was killed before it had a lock.
+            if time.time() - left.stat().st_mtime > _YOUNG_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)

@@ -34,8 +34,9 @@ class StageDisplay:
         now = time.monotonic()
         if stage != self._stage:
             self._finish(now)
-            self._stage, self._began = stage, now
+            self._stage, self._began, self._shown = stage, now, 0.0
         self._count = count
+        # A stage is shown at once when it begins: it may say nothing more until it ends.
         if self._terminal and now - self._shown > _EVERY_SECONDS:
             self._stream.write("\r" + self._text(now) + "\x1b[K")
             self._stream.flush()
