@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ingest.errors import IngestError
-from ingest.parse import COLUMNS, Parsed, Reject
+from ingest.lines import COLUMNS, Parsed, Reject
 
 _BATCH_ROWS = 1 << 18
 

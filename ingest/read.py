@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 
 from ingest.blocks import Block, read_blocks
 from ingest.errors import IngestError
+from ingest.lines import COLUMNS, Layout, Parsed, Reject
 from ingest.options import SPLITS, IngestOptions
 from ingest.parquet_input import read_parquet
-from ingest.parse import COLUMNS, Layout, Parsed, Reject, header_fields, parse_block
+from ingest.parse import header_fields, parse_block
 from ingest.places import UNSPLIT
 from ingest.sources import Source, open_bytes
 

@@ -7,7 +7,9 @@ import pytest
 
 from ingest.blocks import read_blocks
 from ingest.errors import IngestError
-from ingest.parse import Layout, parse_block, split_quoted
+from ingest.lines import Layout
+from ingest.parse import parse_block
+from ingest.quoted import split_quoted
 
 TSV = Layout(delimiter=9, quoted=False)
 CSV = Layout(delimiter=ord(","), quoted=True)
