@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
-from ingest.cli import ingest
 
+from ingest.cli import ingest
 from ingest.families import ensure_family_graph
 from sattle_dist import __version__
 from sattle_dist.config import Config, field_type, load_toml, settings
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
@@ -25,7 +26,7 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        from sattle_dist.runtime import EXIT_INTERRUPTED, Place
+        from sattle_dist.runtime import EXIT_INTERRUPTED
         from sattle_dist.trainer import TrainingError
 
         try:
@@ -33,20 +34,22 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         except ValueError as error:
             if type(error) is ValueError:  # ours are subclasses; a bare one is a defect, and shows its traceback
                 raise
-            fail(str(error), EXIT_USAGE, shown=Place.from_environment().rank == 0)
+            fail(str(error), EXIT_USAGE)
         except TrainingError as error:
-            fail(str(error), 1, shown=Place.from_environment().rank == 0)
+            fail(str(error), EXIT_FAILED)
         except KeyboardInterrupt:
-            fail("interrupted", EXIT_INTERRUPTED, shown=True)
+            fail("interrupted", EXIT_INTERRUPTED)
 
     return wrapped
 
 
-def fail(message: str, code: int, *, shown: bool) -> None:
-    """End with this exit code, and the message where this process is the one to say it."""
-    if shown:
+def fail(message: str, code: int) -> NoReturn:
+    """End with this exit code, and with the message where this is the process to say it."""
+    from sattle_dist.runtime import Place, end_process
+
+    if Place.from_environment().rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    end_process(code)
 
 
 def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +113,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     A run directory that already holds this run is resumed from its last checkpoint.
     """
     from sattle_dist import training
+    from sattle_dist.runtime import end_process
 
     given = {name: value for name, value in options.items() if value is not None}
     config = resolve_config(recipe, file, given)
@@ -117,7 +121,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
         config = resolve_config(recipe or "families", file, given).override(
             {"graph": str(ensure_family_graph())}, "built-in graph"
         )
-    sys.exit(training.start(config))
+    end_process(training.start(config))
 
 
 @main.command()

@@ -17,8 +17,9 @@ from torch import Tensor
 class Group:
     """The processes of a run. Every rank must make the same calls in the same order.
 
-    `bytes_sent` counts, by kind of exchange, what this rank puts on the wire with the usual ring algorithms. A lone
-    process exchanges nothing and copies nothing.
+    Everything but the encoder's gradients goes by one all-to-all and is summed by the receiver in the order of the
+    ranks: one hop instead of a ring's many (small messages pay by the hop), and a sum that does not depend on timing.
+    `bytes_sent` counts, by kind, what this rank sends to others. A lone process exchanges nothing and copies nothing.
     """
 
     def __init__(self) -> None:
@@ -26,47 +27,37 @@ class Group:
         self.world_size = dist.get_world_size()
         self.bytes_sent: Counter[str] = Counter()
 
-    def _count(self, kind: str, num_bytes: float) -> None:
-        self.bytes_sent[kind] += int(num_bytes)
-
     def all_gather(self, x: Tensor, kind: str) -> Tensor:
         """Gather [B, ...] of every rank into [G, ...], in the order of the ranks."""
         if self.world_size == 1:
             return x
-        self._count(kind, (self.world_size - 1) * _num_bytes(x))
-        out = x.new_empty(self.world_size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous())
-        return out
+        sizes = [len(x)] * self.world_size
+        return self.all_to_all(x.repeat(self.world_size, *[1] * (x.dim() - 1)), sizes, sizes, kind)
 
     def reduce_scatter(self, x: Tensor, kind: str) -> Tensor:
         """Sum [G, ...] over the ranks and give each its own [B, ...]."""
         if self.world_size == 1:
             return x
-        self._count(kind, (self.world_size - 1) / self.world_size * _num_bytes(x))
-        out = x.new_empty(len(x) // self.world_size, *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.contiguous())
-        return out
+        sizes = [len(x) // self.world_size] * self.world_size
+        return self.all_to_all(x, sizes, sizes, kind).unflatten(0, (self.world_size, -1)).sum(0)
+
+    def all_reduce(self, x: Tensor, kind: str) -> Tensor:
+        """Sum small tensors over the ranks."""
+        return x if self.world_size == 1 else self.all_gather(x[None], kind).sum(0)
+
+    def all_reduce_max(self, x: Tensor, kind: str) -> Tensor:
+        """Take the maximum of small tensors over the ranks."""
+        return x if self.world_size == 1 else self.all_gather(x[None], kind).amax(0)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         """Send the first send[0] items of x to rank 0, the next to rank 1 ...; receive likewise."""
         if self.world_size == 1:
             return x
         others = sum(send) - send[self.rank]
-        self._count(kind, others * x[:1].numel() * x.element_size())
+        self.bytes_sent[kind] += others * x[0].numel() * x.element_size() if others else 0
         out = x.new_empty(sum(receive), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send))
         return out
-
-    def all_reduce(self, x: Tensor, kind: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce x over the ranks, in place."""
-        if self.world_size > 1:
-            self._count(kind, 2 * (self.world_size - 1) / self.world_size * _num_bytes(x))
-            dist.all_reduce(x, op)
-        return x
-
-    def all_reduce_max(self, x: Tensor, kind: str) -> Tensor:
-        """Take the maximum over the ranks, in place."""
-        return self.all_reduce(x, kind, dist.ReduceOp.MAX)
 
     def differentiable_sum(self, x: Tensor) -> Tensor:
         """Sum x over the ranks; in backward the gradients are summed over the ranks too."""
@@ -96,7 +87,8 @@ class Group:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done
-        self._count("encoder gradients", 2 * (self.world_size - 1) / self.world_size * _num_bytes(buffer))
+        ring_share = 2 * (self.world_size - 1) / self.world_size
+        self.bytes_sent["encoder gradients"] += int(ring_share * buffer.numel() * buffer.element_size())
         work = dist.all_reduce(buffer, async_op=True)
         assert work is not None
         return cast("torch.futures.Future[Tensor]", work.get_future().then(lambda future: future.value()[0]))
@@ -106,13 +98,9 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.all_reduce(x.clone(), "batch-norm moments")
+        return group.all_reduce(x, "batch-norm moments")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        return ctx.group.all_reduce(grad.clone(), "batch-norm moments"), None
-
-
-def _num_bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+        return ctx.group.all_reduce(grad, "batch-norm moments"), None

@@ -1,13 +1,14 @@
 """Batches: which queries a step trains, read from the mapped index and routed to the ranks that need them.
 
 Each rank reads its own queries alone. What others must know of them (the sources they have to send, the targets in
-their shard, each query's weight) travels in one exchange of integers, on the host.
+their shard, each query's weight) travels as integers, on the host, for several steps in one exchange.
 
 Shapes: B queries on this rank, G = B * world_size with padding, P targets that this shard owns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from sattle_dist.loss import ShardTargets
 from sattle_dist.randomness import Permutation
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import Lookup
+
+STEPS_PER_PLAN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class OwnQueries:
     weight: Int64s  # [B]
     num_targets: Int64s  # [B]
     target: Int64s  # [sum of num_targets]
+    num_queries: int  # of all ranks together, without padding
 
 
 class Batches:
@@ -75,19 +79,20 @@ class Batches:
         self.sharding, self.group, self.device = sharding, group, device
         self.num_steps = -(-len(index) // batch_size)
 
-    def batch(self, epoch: int, step: int) -> Batch:
-        """Make batch `step` of an epoch. Every rank must call it."""
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Make the batches of an epoch, one after the other. Every rank must go through them."""
+        order = Permutation(len(self.index), self.seed, epoch)
+        for first in range(0, self.num_steps, STEPS_PER_PLAN):
+            steps = range(first, min(first + STEPS_PER_PLAN, self.num_steps))
+            yield from route([self.read(order, step) for step in steps], self.sharding, self.group, self.device)
+
+    def read(self, order: Permutation, step: int) -> OwnQueries:
+        """Read this rank's part of batch `step`, and pad it."""
         start = step * self.batch_size
         num_queries = min(self.batch_size, len(self.index) - start)
         size = -(-num_queries // self.group.world_size)
-        first_place = self.group.rank * size
-        own = np.arange(min(first_place, num_queries), min(first_place + size, num_queries))
-        order = Permutation(len(self.index), self.seed, epoch)
-        queries = self.read(order(start + own), size)
-        return route(queries, first_place, num_queries, self.sharding, self.group, self.device)
-
-    def read(self, places: Int64s, size: int) -> OwnQueries:
-        """Read the queries at these places of the index, and pad them to `size`."""
+        own = np.arange(num_queries)[self.group.rank * size : (self.group.rank + 1) * size]
+        places = order(start + own)
         padding = (0, size - len(places))
         source, relation = self.index.split_keys(self.index.queries[places])
         num_targets, target = self.index.targets_of(places)
@@ -98,70 +103,75 @@ class Batches:
             weight=np.pad(weight, padding),
             num_targets=np.pad(num_targets, padding),
             target=target.astype(np.int64),
+            num_queries=num_queries,
         )
 
 
-def route(
-    queries: OwnQueries,
-    first_place: int,
-    num_queries: int,
-    sharding: Sharding,
-    group: Group,
-    device: torch.device,
-) -> Batch:
-    """Tell every rank what it must know of this rank's queries, and learn the same. Every rank must call it."""
-    world_size = group.world_size
-    sources, place = np.unique(queries.source, return_inverse=True)
-    ask = np.bincount(sharding.owner(sources), minlength=world_size)
-    query = np.repeat(first_place + np.arange(len(queries.source)), queries.num_targets)
-    by_owner = np.argsort(owner := sharding.owner(queries.target), kind="stable")
-    num_pairs = np.bincount(owner, minlength=world_size)
+def route(steps: list[OwnQueries], sharding: Sharding, group: Group, device: torch.device) -> list[Batch]:
+    """Tell every rank what it must know of this rank's queries, and learn the same. Every rank must call it.
 
-    # To each rank: the rows asked of it, the (query, row) pairs of its shard, and the weights of my queries.
-    parts = [sharding.row(sources), query[by_owner], sharding.row(queries.target)[by_owner]]
-    counts = [ask, num_pairs, num_pairs]
-    received = exchange([*parts, np.tile(queries.weight, world_size)], [*counts, None], group)
-    asked_rows, query, row, weight = (np.concatenate(part) for part in received)
-    return Batch(
-        first_place=first_place,
-        lookup=Lookup(
-            place=_to(place, device),
-            asked_rows=_to(asked_rows, device),
-            ask=ask.tolist(),
-            asked=[len(rows) for rows in received[0]],
-        ),
-        relation=_to(queries.relation, device),
-        query_weight=_to(weight, device).float(),
-        total_weight=float(weight.sum()),
-        num_queries=num_queries,
-        targets=ShardTargets.of(query, row, num_queries=len(weight), device=device),
-    )
-
-
-def exchange(parts: list[Int64s], counts: list[Int64s | None], group: Group) -> list[list[Int64s]]:
-    """Send piece r of every part to rank r; give, part by part, the pieces received from each rank in order.
-
-    counts[p][r] is the length of piece r of part p; None means that all ranks' pieces are of one known length.
+    To each rank go the rows asked of it, the (query, row) pairs of the targets in its shard, and the queries' weights.
     """
-    world_size = group.world_size
-    lengths = np.stack(
-        [
-            np.full(world_size, len(part) // world_size) if n is None else n
-            for part, n in zip(parts, counts, strict=True)
+    lookups = []
+    parts: list[list[Int64s]] = []  # for each step, rows, queries, rows of targets, weights; each cut by rank
+    for queries in steps:
+        sources, place = np.unique(queries.source, return_inverse=True)
+        asked = cut(sharding.row(sources), sharding.owner(sources), group.world_size)
+        lookups.append((place, [len(rows) for rows in asked]))
+        first_place = group.rank * len(queries.source)
+        query = np.repeat(first_place + np.arange(len(queries.source)), queries.num_targets)
+        owner = sharding.owner(queries.target)
+        parts += [
+            asked,
+            cut(query, owner, group.world_size),
+            cut(sharding.row(queries.target), owner, group.world_size),
+            [queries.weight] * group.world_size,
         ]
-    )  # [parts, ranks]
-    pieces = [np.split(part, np.cumsum(n)[:-1]) for part, n in zip(parts, lengths, strict=True)]
-    if world_size == 1:
-        return pieces
-    ones = [1] * world_size
-    sent_lengths = torch.from_numpy(np.ascontiguousarray(lengths.T))
-    received_lengths = group.all_to_all(sent_lengths, ones, ones, "batch plan").numpy()  # [ranks, parts]
-    payload = torch.from_numpy(np.concatenate([piece[r] for r in range(world_size) for piece in pieces]))
+    received = exchange(parts, group)
+    batches = []
+    for step, (queries, (place, ask)) in enumerate(zip(steps, lookups, strict=True)):
+        asked, *others = received[4 * step : 4 * step + 4]
+        query, row, weight = (np.concatenate(pieces) for pieces in others)
+        lookup = Lookup(
+            place=_to(place, device),
+            asked_rows=_to(np.concatenate(asked), device),
+            ask=ask,
+            asked=[len(rows) for rows in asked],
+        )
+        batches.append(
+            Batch(
+                first_place=group.rank * len(queries.source),
+                lookup=lookup,
+                relation=_to(queries.relation, device),
+                query_weight=_to(weight, device).float(),
+                total_weight=float(weight.sum()),
+                num_queries=queries.num_queries,
+                targets=ShardTargets.of(query, row, num_queries=len(weight), device=device),
+            )
+        )
+    return batches
+
+
+def cut(items: Int64s, owner: Int64s, num_ranks: int) -> list[Int64s]:
+    """Cut items by the rank that owns each, keeping their order."""
+    by_owner = np.argsort(owner, kind="stable")
+    ends = np.cumsum(np.bincount(owner, minlength=num_ranks))
+    return np.split(items[by_owner], ends[:-1])
+
+
+def exchange(parts: list[list[Int64s]], group: Group) -> list[list[Int64s]]:
+    """Send parts[p][r] to rank r; give for each part what the ranks sent, in their order. Every rank must call it."""
+    if group.world_size == 1:
+        return parts
+    ones = [1] * group.world_size
+    lengths = np.array([[len(piece) for piece in part] for part in parts]).T.copy()  # [ranks, parts]
+    their_lengths = group.all_to_all(torch.from_numpy(lengths), ones, ones, "batch plan").numpy()
+    payload = np.concatenate([part[rank] for rank in range(group.world_size) for part in parts])
     received = group.all_to_all(
-        payload, lengths.sum(0).tolist(), received_lengths.sum(1).tolist(), "batch plan"
+        torch.from_numpy(payload), lengths.sum(1).tolist(), their_lengths.sum(1).tolist(), "batch plan"
     ).numpy()
-    flat = np.split(received, np.cumsum(received_lengths)[:-1])
-    return [flat[part :: len(parts)] for part in range(len(parts))]
+    pieces = np.split(received, np.cumsum(their_lengths)[:-1])
+    return [pieces[part :: len(parts)] for part in range(len(parts))]
 
 
 def _to(array: Int64s, device: torch.device) -> Tensor:

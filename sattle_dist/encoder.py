@@ -3,7 +3,9 @@
 The block is the paper's, computed in a reduced form that gives the same outputs and gradients:
 - only the tokens the decoder reads are carried past the attention (one for TwoMult, two for Tucker);
 - with two tokens the softmax is a sigmoid of the difference of two logits, so keys are needed once, for the difference
-  of the two tokens, and the keys' bias cancels.
+  of the two tokens, and the keys' bias cancels;
+- a head's value and output projections follow one another without anything between, so they are multiplied into one
+  matrix per step, and the tokens are mixed before it, at D numbers a head, instead of after at V numbers a token.
 
 Shapes: B queries, D dim, H heads, K dim_key, V dim_value, T tokens the decoder reads (1 or 2).
 """
@@ -100,21 +102,18 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor, masks: Masks) -> Tensor:
         """Attend from the read tokens of tokens [B, 2, D] to both; give [B, T, D]."""
-        num_queries, heads = len(tokens), (self.num_heads, -1)
-        query = self.query(self.read(tokens)).unflatten(-1, heads)  # [B, T, H, K]
+        num_queries, num_read, heads = len(tokens), len(self.reads), self.num_heads
+        query = self.query(self.read(tokens)).view(num_queries, num_read, heads, -1)  # [B, T, H, K]
         difference = tokens[:, SOURCE] - tokens[:, RELATION]
-        key = F.linear(difference, self.key.weight).view(num_queries, 1, *heads)  # [B, 1, H, K]
-        value = self.value(tokens).view(num_queries, 2, *heads)  # [B, 2, H, V]
+        key = F.linear(difference, self.key.weight).view(num_queries, 1, heads, -1)  # [B, 1, H, K]
         to_source = torch.sigmoid((query * key).sum(-1) / math.sqrt(self.dim_key))  # [B, T, H]
-        attention = torch.stack([to_source, 1 - to_source], -1)  # [B, T, H, 2]
-        if "attention" in masks:
-            attention = attention * masks["attention"]
-        mixed = (
-            attention[..., SOURCE, None] * value[:, None, SOURCE]
-            + attention[..., RELATION, None] * value[:, None, RELATION]
-        )  # [B, T, H, V]
-        out: Tensor = self.output(mixed.flatten(2))
-        return out
+        attention = dropout(torch.stack([to_source, 1 - to_source], -1), masks, "attention")  # [B, T, H, 2]
+        mixed = torch.bmm(attention.flatten(1, 2), tokens).view(num_queries, num_read, -1)  # [B, T, H * D]
+        # Value and output projection of a head, multiplied once for all queries: [H, D, D] and, for the bias, [H, D].
+        output = self.output.weight.view(-1, heads, self.dim_value).permute(1, 2, 0)  # [H, V, D]
+        both = torch.bmm(self.value.weight.view(heads, self.dim_value, -1).transpose(1, 2), output)
+        bias = torch.bmm(self.value.bias.view(heads, 1, self.dim_value), output).squeeze(1)
+        return mixed @ both.flatten(0, 1) + attention.sum(-1) @ bias + self.output.bias
 
     def read(self, tokens: Tensor) -> Tensor:
         """Pick the tokens that are read, as a view: [B, 2, D] -> [B, T, D]."""

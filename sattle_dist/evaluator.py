@@ -105,14 +105,14 @@ def own_part(source: Int64s, relation: Int64s, rank: int, world_size: int) -> Ow
         weight=nothing,
         num_targets=nothing,
         target=np.empty(0, np.int64),
+        num_queries=len(source),
     )
 
 
 @torch.no_grad()
 def score_block(learner: Learner, queries: OwnQueries) -> Tensor:
     """Score all queries of a block against this rank's shard: [G, S], padding queries last. Every rank must call it."""
-    size = len(queries.source)
-    batch = route(queries, learner.group.rank * size, size, learner.sharding, learner.group, learner.device)
+    (batch,) = route([queries], learner.sharding, learner.group, learner.device)
     query = learner.encode(learner.table.lookup(batch.lookup), batch.relation)
     query = learner.group.all_gather(query, "queries")
     return torch.addmm(learner.table.bias, query, learner.table.rows.T)
@@ -136,7 +136,7 @@ def count_block(
 
     true_score = torch.full((len(target),), -torch.inf, device=device)
     true_score[mine] = scores[place[mine], row[mine]]
-    group.all_reduce_max(true_score, "evaluation")
+    true_score = group.all_reduce_max(true_score, "evaluation")
     for split in filters:
         counts, known = split.known_targets(keys)
         known_query = np.repeat(np.arange(len(keys)), counts)

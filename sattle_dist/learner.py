@@ -107,7 +107,7 @@ class Learner:
 def replicate(model: QueryModel, group: Group) -> DistributedDataParallel:
     """Keep the model equal on all ranks: gradients are summed in buckets, overlapped with backward."""
     # Buffers (running moments) are equal everywhere already, as every rank reduces the same moments.
-    replicated = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    replicated = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     replicated.register_comm_hook(None, lambda _, bucket: group.sum_bucket(bucket.buffer()))
     return replicated
 

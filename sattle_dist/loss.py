@@ -123,9 +123,10 @@ class OneToAllLoss:
             total += x.sub_(new_top).exp_().sum(0)
             top = new_top
         # Across shards only a maximum and a sum per query travel.
-        global_top = self.group.all_reduce_max(top.clone(), "softmax")
+        tops, totals = self.group.all_gather(torch.stack([top, total])[None], "softmax").unbind(1)  # [ranks, G]
+        global_top = tops.amax(0)
+        global_total = (totals * torch.exp(tops - global_top)).sum(0)
         shift = torch.exp(top - global_top)
-        global_total = self.group.all_reduce(total * shift, "softmax")
 
         weight = task.query_weight * scale
         if self._block_rows(task) >= len(task.rows) > 0:  # the only block still holds exp(x - top)

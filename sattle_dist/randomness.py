@@ -84,7 +84,7 @@ def draw_masks(
     counts_per_query = -(-sum(sizes) // WORDS_PER_COUNT)
     stream = philox(MASKS, *key, counter=start * counts_per_query)
     raw = stream.random_raw((stop - start) * counts_per_query * WORDS_PER_COUNT // 4)
-    words = raw.view(np.uint16).reshape(stop - start, -1)
+    words = raw.view(np.uint16).reshape(stop - start, counts_per_query * WORDS_PER_COUNT)
     masks, column = {}, 0
     for (name, spec), size in zip(specs.items(), sizes, strict=True):
         threshold = round(spec.rate * 65536)  # rates are met to 1/65536, and scaled by what is met

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -75,7 +77,21 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     try:
         yield Group(), device
     finally:
-        dist.destroy_process_group()
+        if place.world_size == 1:  # a worker ends with its process, see end_process
+            dist.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with an exit code; a worker ends at once.
+
+    Taking a gloo group apart can wait forever in a worker: its thread wants the interpreter lock to free a tensor while
+    the interpreter, holding the lock, waits for the thread. Everything is on disk by now, so nothing is taken apart.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if Place.from_environment().world_size > 1:
+        os._exit(code)
+    sys.exit(code)
 
 
 def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sattle_dist import checkpoint
 from sattle_dist.collectives import Group
@@ -76,17 +75,15 @@ class Trainer:
         started, num_steps = time.monotonic(), self.batches.num_steps
         losses: list[float] = []
         # The first step of the epoch, on this rank, whose gradients were not finite.
-        bad_step = torch.full((), torch.inf, device=self.learner.device)
-        for self.step in range(num_steps):
-            batch = self.batches.batch(self.epoch, self.step)
+        bad_step = torch.full((), torch.inf, dtype=torch.float64, device=self.learner.device)
+        for self.step, batch in enumerate(self.batches.epoch(self.epoch)):
             rate = learning_rate(self.config.train, self.epoch, self.step, num_steps)
             report = self.step % REPORT_EVERY == 0 or self.step == num_steps - 1
             loss = self.learner.step(batch, self.epoch, self.step, rate, report=report)
             finite = self.learner.gradient_norm().isfinite()
             bad_step = torch.where(finite, bad_step, bad_step.clamp_max(self.step))
             if loss is not None:
-                losses.append(self.group.all_reduce(loss, "loss").item())
-                self._stop_if_bad(bad_step)
+                losses.append(self._check(loss, bad_step))
             self.progress.advance(batch.num_queries, f"epoch {self.epoch + 1}/{self.config.train.epochs}", losses[-1])
         seconds = time.monotonic() - started
         return {
@@ -98,8 +95,10 @@ class Trainer:
             "queries_per_second": round(len(self.batches.index) / seconds, 1),
         }
 
-    def _stop_if_bad(self, bad_step: torch.Tensor) -> None:
-        first = self.group.all_reduce(bad_step.clone(), "checks", dist.ReduceOp.MIN).item()
+    def _check(self, loss: torch.Tensor, bad_step: torch.Tensor) -> float:
+        """Give the loss summed over the shards; stop, on every rank, if any rank has seen a bad gradient."""
+        everyone = self.group.all_gather(torch.stack([loss, bad_step])[None], "loss")  # [ranks, 2]
+        total, first = everyone[:, 0].sum().item(), everyone[:, 1].min().item()
         if not math.isinf(first):
             saved = checkpoint.list_checkpoints(self.run_dir)
             kept = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
@@ -107,6 +106,7 @@ class Trainer:
                 f"a gradient was not finite at epoch {self.epoch + 1}, step {int(first) + 1}; {kept}. "
                 f"Try a lower --learning-rate than {self.config.train.learning_rate}"
             )
+        return total
 
     def _evaluate(self, split: str) -> dict[str, float]:
         positions = evaluate(self.learner, self.graph, split, self.config.eval.ties, self.config.train.seed)

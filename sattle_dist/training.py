@@ -71,6 +71,7 @@ def work(config: Config, graph: Graph) -> int:
             return 1
         if group.rank == 0:
             summarise(test, config)
+        group.barrier()  # nobody leaves while another still needs it
     return 0
 
 

@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 Triple = tuple[int, int, int]
 
 
-def write_graph(
-    path: Path, splits: Mapping[str, Sequence[Triple]], *, num_entities: int, num_relations: int
-) -> Path:
+def write_graph(path: Path, splits: Mapping[str, Sequence[Triple]], *, num_entities: int, num_relations: int) -> Path:
     """Write a graph of integer triples with labels e0, e1 ... and r0, r1 ...; missing splits are empty."""
     manifest = {
         "format": "sattle-graph",

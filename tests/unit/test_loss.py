@@ -1,0 +1,116 @@
+"""The blockwise losses against the dense formula in double precision: the loss and every gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sattle_dist.loss import OneToAllLoss, ShardTargets, ShardTask, dense_loss
+
+CPU = torch.device("cpu")
+N, D = 601, 7
+NUM_TARGETS = (1, 2, 0, 5, 500, 1, 37, 0, 3)
+G = len(NUM_TARGETS)
+
+
+class OneProcess:
+    """Stands for the group of a lone process: nothing to exchange."""
+
+    def all_gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
+        return x
+
+
+def make_task(name: str, dtype: torch.dtype, scale: float = 1.0) -> tuple[ShardTask, list[list[int]]]:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)  # noqa: E731
+    rng = np.random.default_rng(1)
+    targets = [sorted(rng.choice(N, k, replace=False).tolist()) for k in NUM_TARGETS]
+    weight = torch.tensor([1 if name == "kvsall" else k for k in NUM_TARGETS], dtype=dtype)
+    pairs = np.array([(i, t) for i, ts in enumerate(targets) for t in ts])
+    task = ShardTask(
+        query=draw(G, D),
+        rows=draw(N, D),
+        bias=draw(N),
+        targets=ShardTargets.of(pairs[:, 0], pairs[:, 1], num_queries=G, device=CPU),
+        query_weight=weight,
+        total_weight=float(weight.sum()),
+    )
+    return task, targets
+
+
+def run(name: str, task: ShardTask, smoothing: float, budget: int) -> tuple[torch.Tensor, ...]:
+    loss = OneToAllLoss(
+        name, num_entities=N, smoothing=smoothing, budget=budget, group=OneProcess(), product_dtype=task.rows.dtype
+    )
+    grad_rows, grad_bias = torch.full_like(task.rows, 7), torch.full_like(task.bias, 7)  # must be overwritten
+    value, grad_query = loss(task, grad_rows, grad_bias, report=True)
+    silent, silent_grad = loss(task, grad_rows, grad_bias, report=False)
+    assert silent is None
+    torch.testing.assert_close(silent_grad, grad_query)
+    return value, grad_query, grad_rows, grad_bias
+
+
+def run_dense(name: str, task: ShardTask, targets: list[list[int]], smoothing: float) -> tuple[torch.Tensor, ...]:
+    leaves = [x.double().requires_grad_() for x in (task.query, task.rows, task.bias)]
+    value = dense_loss(name, *leaves, targets, smoothing)
+    value.backward()
+    return value.detach(), *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("block", [1, 7, N, N + 100])
+def test_equals_dense_formula(name: str, smoothing: float, block: int) -> None:
+    """Query target counts from 0 to 500, blocks of one row, of seven, of all rows and of more."""
+    task, targets = make_task(name, torch.float64)
+    ours = run(name, task, smoothing, budget=block * G * 8)
+    for mine, theirs in zip(ours, run_dense(name, task, targets, smoothing), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("block", [7, N])
+def test_single_precision_and_huge_scores(name: str, block: int) -> None:
+    """float32 at scores up to about 1e4 in size: finite, and as near to the double result as float32 allows."""
+    task, targets = make_task(name, torch.float32, scale=35.0)
+    assert (task.query @ task.rows.T + task.bias).abs().max() > 9000
+    ours = run(name, task, 0.1, budget=block * G * 4)
+    for mine, theirs in zip(ours, run_dense(name, task, targets, 0.1), strict=True):
+        assert mine.isfinite().all()
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("name", ["bce", "softmax"])
+def test_rounded_products_stay_near(name: str) -> None:
+    """bfloat16 factors: within their three digits of the double result."""
+    task, targets = make_task(name, torch.float32)
+    loss = OneToAllLoss(
+        name, num_entities=N, smoothing=0.1, budget=1 << 20, group=OneProcess(), product_dtype=torch.bfloat16
+    )
+    grad_rows, grad_bias = torch.empty_like(task.rows), torch.empty_like(task.bias)
+    value, grad_query = loss(task, grad_rows, grad_bias, report=True)
+    expected = run_dense(name, task, targets, 0.1)
+    for mine, theirs in zip((value, grad_query, grad_rows, grad_bias), expected, strict=True):
+        error = (mine.double() - theirs).norm() / theirs.norm()
+        assert error < 0.02
+
+
+def test_many_targets_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, targets = make_task("bce", torch.float64)
+    monkeypatch.setattr("sattle_dist.loss.TARGETS_AT_ONCE", 10)
+    for mine, theirs in zip(run("bce", task, 0.0, 1 << 20), run_dense("bce", task, targets, 0.0), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_repeated_targets_are_refused() -> None:
+    with pytest.raises(ValueError, match="same target twice"):
+        ShardTargets.of(np.array([0, 1, 0]), np.array([5, 5, 5]), num_queries=2, device=CPU)
+
+
+def test_the_score_buffer_keeps_to_its_budget() -> None:
+    task, _ = make_task("bce", torch.float32)
+    loss = OneToAllLoss("bce", num_entities=N, smoothing=0.1, budget=1000, group=OneProcess())
+    loss(task, torch.empty_like(task.rows), torch.empty_like(task.bias), report=False)
+    assert 0 < loss._buffer.numel() * 4 <= 1000
