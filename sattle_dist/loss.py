@@ -30,6 +30,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.graph import Int64s
 
 TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
+CACHE_BYTES = 8 << 20  # scores that a CPU's caches hold between the products that write and read them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,11 @@ class ShardTask:
     query_weight: Tensor  # [G]
     total_weight: float  # W
 
+    @property
+    def row_bytes(self) -> int:
+        """The size of one row's scores [G]."""
+        return len(self.query) * self.query.element_size()
+
 
 class OneToAllLoss:
     """One of the losses above, with its score buffer of at most `budget` bytes (at least one row of scores).
@@ -91,58 +97,56 @@ class OneToAllLoss:
         """Overwrite grad_rows [S, D] and grad_bias [S]; return (loss, grad_query [G, D]).
 
         Both results are this shard's parts, to be summed over the ranks. The loss is None unless `report` is set: for
-        bce and kvsall it costs a third of the step. Every rank must call it.
+        bce and kvsall its softplus is the costliest function of the step. Every rank must call it.
         """
+        gradients = _Gradients(task, grad_rows, grad_bias, self.product_dtype)
         compute = self._softmax if self.name == "softmax" else self._bce
-        return compute(task, grad_rows, grad_bias, report)
+        return compute(task, gradients, report), gradients.grad_query
 
-    def _bce(self, task: ShardTask, grad_rows: Tensor, grad_bias: Tensor, report: bool) -> tuple[Tensor | None, Tensor]:
+    def _bce(self, task: ShardTask, gradients: _Gradients, report: bool) -> Tensor | None:
         scale = 1 / (self.num_entities * task.total_weight)
         uniform = 1 / self.num_entities if self.smoothing else 0.0
-        gradients = _Gradients(task, task.query_weight * scale, grad_rows, grad_bias, self.product_dtype)
         penalty = torch.zeros_like(task.query_weight, dtype=torch.float64)
-        for start, stop, x in self._blocks(task):
+        for block in self._cut(task, keep=False):
+            x = self._score(task, block)
             if report:
                 penalty += F.softplus(x).sum(0)
-            gradients.add(start, stop, x.sigmoid_())
-        grad_query = gradients.finish(uniform * scale, (1 - self.smoothing) * scale)
+            gradients.add(block, x.sigmoid_(), task.query_weight * scale)
+        gradients.finish(uniform * scale, (1 - self.smoothing) * scale)
         if not report:
-            return None, grad_query
-        return (penalty @ task.query_weight.double() - self._rewards(task, uniform)) * scale, grad_query
+            return None
+        return (penalty @ task.query_weight.double() - self._rewards(task, uniform)) * scale
 
-    def _softmax(
-        self, task: ShardTask, grad_rows: Tensor, grad_bias: Tensor, report: bool
-    ) -> tuple[Tensor | None, Tensor]:
+    def _softmax(self, task: ShardTask, gradients: _Gradients, report: bool) -> Tensor | None:
         scale = 1 / task.total_weight
         uniform = self.smoothing / self.num_entities
-        top = torch.full_like(task.query_weight, -torch.inf)
-        total = torch.zeros_like(top)  # sum_j exp(x_ji - top_i)
-        for _, _, x in self._blocks(task):
-            new_top = torch.maximum(top, x.amax(0))
-            total *= torch.exp(top - new_top)
-            total += x.sub_(new_top).exp_().sum(0)
-            top = new_top
+        keep = len(task.rows) * task.row_bytes <= self.budget
+        blocks = self._cut(task, keep=keep)
+        tops = [torch.full_like(task.query_weight, -torch.inf)]  # the maximum before the first block, after it, ...
+        total = torch.zeros_like(tops[0])  # sum_j exp(x_ji - top_i)
+        for block in blocks:
+            x = self._score(task, block)
+            tops.append(torch.maximum(tops[-1], x.amax(0)))
+            total *= torch.exp(tops[-2] - tops[-1])
+            total += x.sub_(tops[-1]).exp_().sum(0)
         # Across shards only a maximum and a sum per query travel.
-        tops, totals = self.group.all_gather(torch.stack([top, total])[None], "softmax").unbind(1)  # [ranks, G]
-        global_top = tops.amax(0)
-        global_total = (totals * torch.exp(tops - global_top)).sum(0)
-        shift = torch.exp(top - global_top)
+        shard_tops, totals = self.group.all_gather(torch.stack([tops[-1], total])[None], "softmax").unbind(1)
+        global_top = shard_tops.amax(0)
+        global_total = (totals * torch.exp(shard_tops - global_top)).sum(0)
 
         weight = task.query_weight * scale
-        if self._block_rows(task) >= len(task.rows) > 0:  # the only block still holds exp(x - top)
-            gradients = _Gradients(task, weight * shift / global_total, grad_rows, grad_bias, self.product_dtype)
-            gradients.add(0, len(task.rows), x)
-        else:
-            gradients = _Gradients(task, weight, grad_rows, grad_bias, self.product_dtype)
-            log_total = global_top + global_total.log()
-            for start, stop, x in self._blocks(task):
-                gradients.add(start, stop, x.sub_(log_total).exp_())
-        grad_query = gradients.finish(uniform * scale, (1 - self.smoothing) * scale)
+        for block, top in zip(blocks, tops[1:], strict=True):
+            if keep:  # the block still holds exp(x - top)
+                gradients.add(block, block.x, weight * torch.exp(top - global_top) / global_total)
+            else:
+                x = self._score(task, block).sub_(global_top + global_total.log())
+                gradients.add(block, x.exp_(), weight)
+        gradients.finish(uniform * scale, (1 - self.smoothing) * scale)
         if not report:
-            return None, grad_query
+            return None
         log_sum = (global_top.double() + global_total.double().log()) @ task.query_weight.double()
         share = len(task.rows) / self.num_entities  # the logsumexp is global: each shard counts a share of it
-        return (log_sum * share - self._rewards(task, uniform)) * scale, grad_query
+        return (log_sum * share - self._rewards(task, uniform)) * scale
 
     def _rewards(self, task: ShardTask, uniform: float) -> Tensor:
         """Sum what lowers the loss: u w_i sum_j x_ji + (1 - e) sum_{t in T_i} x_ti, over this shard."""
@@ -155,54 +159,58 @@ class OneToAllLoss:
             hits += uniform * ((weight @ task.query) @ task.rows.sum(0) + weight.sum() * task.bias.sum())
         return hits
 
-    def _block_rows(self, task: ShardTask) -> int:
-        """Say how many rows of scores [., G] the budget holds."""
-        return max(1, self.budget // (len(task.query) * task.query.element_size()))
+    def _cut(self, task: ShardTask, *, keep: bool) -> list[_Block]:
+        """Cut the shard into blocks whose scores fit a cache; all in one place of the buffer, unless they are kept."""
+        num_queries, num_rows = len(task.query), len(task.rows)
+        most = self.budget if task.rows.is_cuda else min(self.budget, CACHE_BYTES)
+        size = min(max(1, most // task.row_bytes), num_rows)
+        needed = (num_rows if keep else size) * num_queries
+        if self._buffer.numel() < needed:
+            self._buffer = task.query.new_empty(needed)
+        blocks = []
+        for start in range(0, num_rows, max(1, size)):
+            stop = min(start + size, num_rows)
+            first = start * num_queries if keep else 0
+            x = self._buffer[first : first + (stop - start) * num_queries].view(stop - start, num_queries)
+            blocks.append(_Block(rows=slice(start, stop), x=x))
+        return blocks
 
-    def _blocks(self, task: ShardTask) -> Iterator[tuple[int, int, Tensor]]:
-        """Give (start, stop, scores [stop - start, G]) for each block of rows; every block is in the same buffer."""
-        num_queries = len(task.query)
-        size = min(self._block_rows(task), len(task.rows))
-        if self._buffer.numel() < size * num_queries:
-            self._buffer = task.query.new_empty(size * num_queries)
-        for start in range(0, len(task.rows), size or 1):
-            stop = min(start + size, len(task.rows))
-            x = self._buffer[: (stop - start) * num_queries].view(stop - start, num_queries)
-            bias = task.bias[start:stop, None]
-            product(task.rows[start:stop], task.query.T, plus=bias, out=x, dtype=self.product_dtype)
-            yield start, stop, x
+    def _score(self, task: ShardTask, block: _Block) -> Tensor:
+        """Fill a block with its scores."""
+        rows, bias = task.rows[block.rows], task.bias[block.rows, None]
+        product(rows, task.query.T, plus=bias, out=block.x, dtype=self.product_dtype)
+        return block.x
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Some rows of the shard, and the place of their scores x [rows, G] in the buffer."""
+
+    rows: slice
+    x: Tensor
 
 
 class _Gradients:
-    """The gradients of E, b and q: the derivative of the loss by the scores is y * factor [G], y given in blocks."""
+    """The gradients of E, b and q: the derivative of the loss by the scores is y * factor [G], given by blocks."""
 
-    def __init__(
-        self,
-        task: ShardTask,
-        factor: Tensor,
-        grad_rows: Tensor,
-        grad_bias: Tensor,
-        product_dtype: torch.dtype,
-    ) -> None:
-        self.task, self.factor, self.product_dtype = task, factor, product_dtype
+    def __init__(self, task: ShardTask, grad_rows: Tensor, grad_bias: Tensor, product_dtype: torch.dtype) -> None:
+        self.task, self.product_dtype = task, product_dtype
         self.grad_rows, self.grad_bias = grad_rows, grad_bias
-        self.weighted_query = task.query * factor[:, None]  # [G, D]
         self.grad_query = torch.zeros_like(task.query)
+        self.part = torch.empty_like(task.query)
 
-    def add(self, start: int, stop: int, y: Tensor) -> None:
-        """Overwrite the gradients of rows [start, stop) and add their part to the gradient of q."""
-        dtype, rows, grad_query = self.product_dtype, self.task.rows[start:stop], self.grad_query
-        product(y, self.weighted_query, plus=None, out=self.grad_rows[start:stop], dtype=dtype)
-        torch.mv(y, self.factor, out=self.grad_bias[start:stop])
-        if dtype == grad_query.dtype:
-            grad_query.addmm_(y.T, rows)
-        else:
-            grad_query += y.T.to(dtype) @ rows.to(dtype)
+    def add(self, block: _Block, y: Tensor, factor: Tensor) -> None:
+        """Overwrite the gradients of the block's rows and add their part to the gradient of q."""
+        dtype, rows = self.product_dtype, self.task.rows[block.rows]
+        weighted = self.task.query * factor[:, None]  # [G, D]
+        product(y, weighted, plus=None, out=self.grad_rows[block.rows], dtype=dtype)
+        torch.mv(y, factor, out=self.grad_bias[block.rows])
+        product(y.T, rows, plus=None, out=self.part, dtype=dtype)
+        self.grad_query.addcmul_(self.part, factor[:, None])
 
-    def finish(self, uniform: float, hit: float) -> Tensor:
-        """Add the closed form of the term with u and the sparse one of the targets; return grad_query [G, D]."""
-        task = self.task
-        grad_query = self.grad_query.mul_(self.factor[:, None])
+    def finish(self, uniform: float, hit: float) -> None:
+        """Add the closed form of the term with u and the sparse one of the targets."""
+        task, grad_query = self.task, self.grad_query
         if uniform:
             weight = task.query_weight * uniform
             grad_query -= weight[:, None] * task.rows.sum(0)
@@ -212,7 +220,6 @@ class _Gradients:
             grad_query.index_add_(0, query, task.rows[row], alpha=-hit)
             self.grad_rows.index_add_(0, row, task.query[query], alpha=-hit)
             self.grad_bias.index_add_(0, row, torch.full_like(row, -hit, dtype=self.grad_bias.dtype))
-        return grad_query
 
 
 def product(a: Tensor, b: Tensor, *, plus: Tensor | None, out: Tensor, dtype: torch.dtype) -> None:

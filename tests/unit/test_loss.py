@@ -109,6 +109,15 @@ def test_repeated_targets_are_refused() -> None:
         ShardTargets.of(np.array([0, 1, 0]), np.array([5, 5, 5]), num_queries=2, device=CPU)
 
 
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+def test_small_blocks_of_a_kept_buffer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All scores fit the budget, but the cache holds only some rows at a time."""
+    task, targets = make_task(name, torch.float64)
+    monkeypatch.setattr("sattle_dist.loss.CACHE_BYTES", 13 * G * 8)
+    for mine, theirs in zip(run(name, task, 0.1, 1 << 20), run_dense(name, task, targets, 0.1), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
 def test_the_score_buffer_keeps_to_its_budget() -> None:
     task, _ = make_task("bce", torch.float32)
     loss = OneToAllLoss("bce", num_entities=N, smoothing=0.1, budget=1000, group=OneProcess())
