@@ -91,6 +91,16 @@ def reject_line(lines: BlockLines, parsed: Parsed, i: int, reason: str) -> None:
     parsed.rejects.append(Reject(lines.first_line + i, reason, lines.text(i)))
 
 
+def kind_of(text: bytes, layout: Layout) -> str | None:
+    """Say whether a line is "blank", a "comment" or neither; a tab between fields makes a line other than blank."""
+    if not text.strip(b" \r" if layout.delimiter == TAB and not layout.ntriples else b" \t\r"):
+        return "blank"
+    comment = b"#" if layout.ntriples else layout.comment
+    if comment and (text.lstrip(b" \t") if layout.ntriples else text).startswith(comment):
+        return "comment"
+    return None
+
+
 def judge_whole_lines(lines: BlockLines, layout: Layout, parsed: Parsed) -> None:
     """Sort out the lines that need no look at their fields: empty, comment, too long, not UTF-8."""
     lengths = lines.ends - lines.starts
@@ -103,13 +113,10 @@ def judge_whole_lines(lines: BlockLines, layout: Layout, parsed: Parsed) -> None
     if comment:
         suspects |= first == comment[0]
     for i in np.flatnonzero(suspects).tolist():
-        text = lines.text(i)
-        if not text.strip(b" \r" if layout.delimiter == TAB and not layout.ntriples else b" \t\r"):
-            parsed.blank += 1
-            lines.open[i] = False
-        elif comment and (text.lstrip(b" \t") if layout.ntriples else text).startswith(comment):
-            parsed.comments += 1
-            lines.open[i] = False
+        kind = kind_of(lines.text(i), layout)
+        parsed.blank += kind == "blank"
+        parsed.comments += kind == "comment"
+        lines.open[i] = kind is None
     for i in np.flatnonzero(lines.open & (lengths > layout.max_line_bytes)).tolist():
         reject_line(lines, parsed, i, f"longer than {layout.max_line_bytes} bytes")
     if not lines.data.isascii() and not _is_utf8(lines.data):

@@ -5,8 +5,6 @@ The work is done on whole blocks with numpy; only lines that are out of the ordi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -161,10 +159,3 @@ def _parse_quoted(lines: BlockLines, i: int, layout: Layout, parsed: Parsed, row
     parsed.blank_edges += any(label != label.strip(b" ") for label in row)
     lines.open[i] = False
     rows.append(row)
-
-
-def header_fields(line: bytes, layout: Layout) -> Sequence[str]:
-    """Split a header line into column names."""
-    line = line.rstrip(b"\r\n")
-    parts = split_quoted(line, layout.delimiter) if layout.quoted else line.split(bytes([layout.delimiter]))
-    return [part.decode("utf-8", errors="replace").strip() for part in parts]

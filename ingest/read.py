@@ -12,12 +12,13 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ingest.blocks import Block, read_blocks
+from ingest.blocks import read_blocks
 from ingest.errors import IngestError
+from ingest.heads import plain_layout, read_head
 from ingest.lines import COLUMNS, Layout, Parsed, Reject
 from ingest.options import SPLITS, IngestOptions
 from ingest.parquet_input import read_parquet
-from ingest.parse import header_fields, parse_block
+from ingest.parse import parse_block
 from ingest.places import UNSPLIT
 from ingest.sources import Source, open_bytes
 
@@ -26,7 +27,6 @@ _REJECT_SCHEMA = pa.schema(
     [("file", pa.string()), ("line", pa.int64()), ("reason", pa.string()), ("text", pa.binary())]
 )
 _NAMED_REJECTS = 5
-_HEADER_WORDS = {"source", "subject", "head", "relation", "predicate", "target", "object", "tail", "subj", "obj", "rel"}
 T = TypeVar("T")
 
 
@@ -129,64 +129,14 @@ class Reader:
         layout: Layout | None = None
         with open_bytes(source.path) as stream:
             for block in read_blocks(stream, self.options.max_line_bytes):
-                if layout is None and not block.overlong:
-                    layout, block = self._begin(source, block)
-                yield parse_block(block, layout or self._layout(source, None))
-
-    def _begin(self, source: Source, block: Block) -> tuple[Layout, Block]:
-        """Read the first block's head: take the header off, and learn the number of columns where they are chosen."""
-        head, _, rest = block.data.partition(b"\n")
-        layout = self._layout(source, head)
-        if self.options.header and source.format != "nt":
-            self.lines.headers += 1
-            return layout, Block(rest, block.first_line + 1)
-        names = {name.lower() for name in _try_header(head, layout)}
-        if source.format != "nt" and len(names & _HEADER_WORDS) >= 2:
-            self.warnings.append(
-                f"the first line of {source.path} looks like a header but was taken as a triple "
-                "(--header passes over it)"
-            )
-        return layout, block
-
-    def _layout(self, source: Source, head: bytes | None) -> Layout:
-        options = self.options
-        delimiter = ord(options.delimiter or ("," if source.format == "csv" else "\t"))
-        layout = Layout(
-            delimiter=delimiter,
-            quoted=source.format == "csv",
-            ntriples=source.format == "nt",
-            comment=options.comment.encode() if options.comment else None,
-            strip=options.strip,
-            max_line_bytes=options.max_line_bytes,
-        )
-        if options.columns is None or head is None or layout.ntriples:
-            return layout
-        try:
-            names = list(header_fields(head, layout))
-        except IngestError as error:
-            raise IngestError(f"{source.path}:1: {error}") from None
-        places = [_place(column, names, source.path, options.header) for column in options.columns]
-        return Layout(**{**layout.__dict__, "positions": tuple(places), "num_fields": len(names)})
-
-
-def _place(column: str, names: list[str], path: str, header: bool) -> int:
-    """Find a column by its name in the header or by its position from 1."""
-    if header and column in names:
-        return names.index(column)
-    if column.isdecimal() and 1 <= int(column) <= len(names):
-        return int(column) - 1
-    if column.isdecimal():
-        raise IngestError(f"--columns {column}: the first line of {path} has {len(names)} fields")
-    if not header:
-        raise IngestError(f"--columns {column}: a name needs --header; without one use positions such as 1,2,3")
-    raise IngestError(f"--columns {column}: the header of {path} has the columns {', '.join(names[:20])}")
-
-
-def _try_header(head: bytes, layout: Layout) -> list[str]:
-    try:
-        return list(header_fields(head[:1000], layout))
-    except IngestError:
-        return []
+                pieces = [block]
+                if layout is None:
+                    head = read_head(source, self.options, block)
+                    pieces, layout = head.blocks, head.layout
+                    self.lines.headers += head.headers
+                    self.warnings += head.warnings
+                for piece in pieces:
+                    yield parse_block(piece, layout or plain_layout(source, self.options))
 
 
 def _reject_writer(path: Path) -> pq.ParquetWriter:

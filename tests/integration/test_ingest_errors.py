@@ -80,6 +80,13 @@ def test_unreadable_inputs(data, message, folder):
     assert not (folder / "graph").exists()
 
 
+def test_a_first_line_that_is_too_long_is_no_header(folder):
+    (folder / "x.tsv").write_bytes(b"h" * 9_000_000 + b"\n" + GOOD)
+    assert "the first line is longer than" in refuse(folder / "x.tsv", "--header", "--out", folder / "graph")
+    result = run(folder / "x.tsv", "--on-reject", "skip", "--out", folder / "graph")
+    assert "3 read = 2 kept + 0 duplicates + 1 rejected" in result.stdout
+
+
 def test_damaged_parquet(folder):
     (folder / "x.parquet").write_bytes(b"PAR1 this is none")
     assert "cannot read" in refuse(folder / "x.parquet")

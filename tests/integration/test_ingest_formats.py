@@ -100,6 +100,11 @@ def test_parquet_of_integers_and_rejected_rows(tmp_path):
         (b"a r b\n", {"delimiter": " "}),
         (b"b\tr\ta\textra\n", {"columns": ("3", "2", "1")}),
         (b"# note\n\na\tr\tb\n", {"comment": "#"}),
+        (
+            b"# note\n\nto\trel\tfrom\tyear\n#x\nb\tr\ta\t1\n",
+            {"comment": "#", "header": True, "columns": ("from", "rel", "to")},
+        ),
+        (b"\n# a note\nb\tr\ta\tx\n", {"comment": "#", "columns": ("3", "2", "1")}),
         (b"a \tr \tb\t\n", {"strip": True}),
     ],
 )

@@ -62,3 +62,12 @@ def test_kill_at_any_moment(triples, tmp_path):
         assert list(tmp_path.iterdir()) == [out], "what the killed process left has been removed"
     assert killed >= 10, "most runs must have been killed before they ended"
     assert left >= 5, "some must have been killed at work"
+
+
+def test_sigterm_leaves_nothing(triples, tmp_path):
+    process = start(triples, tmp_path / "graph")
+    assert b"reading" in process.stderr.readline()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode in (143, 0), "0: it was done before the signal came"
+    assert [path.name for path in tmp_path.iterdir()] == (["graph"] if process.returncode == 0 else [])
