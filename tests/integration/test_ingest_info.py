@@ -1,17 +1,21 @@
 """`sattle info` and `sattle sql` on graphs small enough to count by hand."""
 
 import csv
+import hashlib
 import io
 import json
 import os
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
 from ingest import IngestOptions, ingest_triples
 from ingest.cli import info, sql
-from tests.ingest_reference import manifest
+from ingest.manifest import content_checksum
+from tests.ingest_reference import labels, manifest
 
 TRAIN = [
     ("a", "likes", "b"),
@@ -137,12 +141,26 @@ def test_damaged_graphs_are_named(graph):
     assert "no graph at" in run(info, graph / "nowhere").stderr
 
 
+def test_content_checksum_is_the_documented_one(graph):
+    """Compute it as docs/graph-format.md says, from the labels and arrays themselves."""
+
+    def sha(data):
+        return hashlib.sha256(data).hexdigest()
+
+    text = ""
+    for table in ("entities", "relations"):
+        names = [label.encode() for label in labels(graph, table)]
+        lengths = b"".join(len(name).to_bytes(8, "little") for name in names)
+        text += f"{table} {len(names)} {sha(lengths)} {sha(b''.join(names))}\n"
+    for split in ("train", "valid", "test"):
+        for array, kind in (("queries", "<i8"), ("offsets", "<i8"), ("targets", "<i4")):
+            values = np.load(graph / "index" / f"split={split}" / f"{array}.npy").astype(kind)
+            text += f"{split}/{array} {len(values)} {sha(values.tobytes())}\n"
+    assert manifest(graph)["checksum"] == "sha256:" + sha(text.encode())
+
+
 def test_content_checksum_survives_another_parquet_layout(graph):
     """The checksum names labels and index; the layout of Parquet files is not part of it."""
-    import pyarrow.parquet as pq
-
-    from ingest.manifest import content_checksum
-
     table = pq.read_table(graph / "entities.parquet")
     pq.write_table(table, graph / "entities.parquet", compression="none", row_group_size=2)
     assert content_checksum(graph) == manifest(graph)["checksum"]
