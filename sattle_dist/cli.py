@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+import time
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,8 @@ from sattle_dist.config import Config, field_type, load_toml, settings
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+OTHERS_WAIT = 3.0  # seconds
 
 
 def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,9 +29,11 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        from sattle_dist.runtime import EXIT_INTERRUPTED
-        from sattle_dist.trainer import TrainingError
-
+        try:
+            from sattle_dist.trainer import TrainingError
+        except KeyboardInterrupt:  # torch takes seconds to import
+            click.echo("error: interrupted", err=True)
+            sys.exit(EXIT_INTERRUPTED)
         try:
             return command(*args, **kwargs)
         except ValueError as error:
@@ -44,11 +49,14 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """End with this exit code, and with the message where this is the process to say it."""
+    """End with this exit code and the message, which is said once where all processes of a machine have it."""
     from sattle_dist.runtime import Place, end_process
 
-    if Place.from_environment().rank == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    place = Place.from_environment()
+    if place.local_rank > 0 and code != EXIT_INTERRUPTED:
+        time.sleep(OTHERS_WAIT)  # the first process of this machine says it and ends, and the launcher ends this one
+    who = f"rank {place.rank}: " if place.rank > 0 else ""
+    print(f"error: {who}{message}", file=sys.stderr, flush=True)
     end_process(code)
 
 
