@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Trainer:
             device=device,
         )
         self.epoch = self.step = 0
+        self.on_step: Callable[[int, int], None] = lambda epoch, step: None  # told (epoch, step) as each step begins
         self.history: list[dict[str, Any]] = []
         if checkpoint.list_checkpoints(run_dir):
             self._resume(checkpoint.latest(run_dir))
@@ -76,7 +78,9 @@ class Trainer:
         losses: list[float] = []
         # The first step of the epoch, on this rank, whose gradients were not finite.
         bad_step = torch.full((), torch.inf, dtype=torch.float64, device=self.learner.device)
-        for self.step, batch in enumerate(self.batches.epoch(self.epoch)):
+        for step, batch in enumerate(self.batches.epoch(self.epoch)):
+            self.step = step
+            self.on_step(self.epoch, self.step)
             rate = learning_rate(self.config.train, self.epoch, self.step, num_steps)
             report = self.step % REPORT_EVERY == 0 or self.step == num_steps - 1
             loss = self.learner.step(batch, self.epoch, self.step, rate, report=report)
