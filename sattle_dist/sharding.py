@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sattle_dist.config import ConfigError
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -32,7 +34,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         if self.num_shards > self.num_entities:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.num_shards} processes cannot share {self.num_entities} entities; "
                 f"use --nproc {max(1, self.num_entities)} or fewer"
             )
