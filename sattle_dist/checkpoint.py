@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -55,7 +57,7 @@ def state_of(learner: Learner, *, with_optimizer: bool) -> dict[str, Tensor]:
 
 def optimizer_state(learner: Learner, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
     """Give Adam's state of a parameter, made as Adam makes it if there was no step yet."""
-    state = learner.optimizer.state[parameter]
+    state: dict[str, Tensor] = learner.optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"] = torch.zeros_like(parameter)
@@ -73,7 +75,7 @@ def save(learner: Learner, run_dir: Path, epoch: int, facts: dict[str, Any]) -> 
     learner.group.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that DCP may change
-        dcp.save(
+        save_distributed(
             state_of(learner, with_optimizer=True),
             storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
         )
@@ -93,9 +95,11 @@ def load(learner: Learner, checkpoint: Path, *, with_optimizer: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            load_distributed(state, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
+    except (CheckpointException, OSError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+        # A CheckpointException holds what went wrong on each rank.
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = (str(first) or type(first).__name__).splitlines()[0]
         raise CheckpointError(f"{checkpoint} cannot be read: {reason}") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ingest.cli import ingest
+from ingest.cli import info, ingest, sql
 from ingest.families import ensure_family_graph
 from sattle_dist import __version__
 from sattle_dist.config import Config, field_type, load_toml, settings
@@ -79,7 +79,8 @@ def main() -> None:
     """Train link-prediction embeddings of knowledge graphs, exactly, on all the processors there are."""
 
 
-main.add_command(ingest)
+for graph_command in (ingest, info, sql):
+    main.add_command(graph_command)
 
 
 def recipe_names() -> list[str]:
@@ -121,6 +122,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     A run directory that already holds this run is resumed from its last checkpoint.
     """
     from sattle_dist import training
+    from sattle_dist.precision import usable_precision
     from sattle_dist.runtime import end_process
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -129,7 +131,8 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
         config = resolve_config(recipe or "families", file, given).override(
             {"graph": str(ensure_family_graph())}, "built-in graph"
         )
-    end_process(training.start(config))
+    precision = usable_precision(config.run.precision, config.run.device)
+    end_process(training.start(config.override({"precision": precision}, "command line")))
 
 
 @main.command()

@@ -39,7 +39,7 @@ class Group:
         if self.world_size == 1:
             return x
         sizes = [len(x) // self.world_size] * self.world_size
-        return self.all_to_all(x, sizes, sizes, kind).unflatten(0, (self.world_size, -1)).sum(0)
+        return self.all_to_all(x, sizes, sizes, kind).view(self.world_size, sizes[0], *x.shape[1:]).sum(0)
 
     def all_reduce(self, x: Tensor, kind: str) -> Tensor:
         """Sum small tensors over the ranks."""

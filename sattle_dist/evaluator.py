@@ -56,32 +56,31 @@ def evaluate(learner: Learner, graph: Graph, split: str, ties: str, seed: int) -
         scores = score_block(learner, queries)  # [G, S]
         num_targets, target = index.known_targets(keys)
         query = np.repeat(np.arange(len(keys)), num_targets)
-        block_above, block_equal = count_block(learner, scores, keys, query, target.astype(np.int64), filters)
+        pairs.append((keys[query], target.astype(np.int64)))
+        block_above, block_equal = count_block(learner, scores, keys, query, pairs[-1][1], filters)
         above.append(block_above)
         equal.append(block_equal)
-        pairs.append((keys[query], target.astype(np.int64)))
     if not pairs:
         nothing = np.empty(0, np.int64)
         return Positions(source=nothing, relation=nothing, target=nothing, position=np.empty(0))
-    keys, target = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    keys = np.concatenate([key for key, _ in pairs])
+    targets = np.concatenate([block_targets for _, block_targets in pairs])
     source, relation = index.split_keys(keys)
     position = break_ties(np.concatenate(above), np.concatenate(equal), ties, seed)
-    return Positions(source=source, relation=relation, target=target, position=position)
+    return Positions(source=source, relation=relation, target=targets, position=position)
 
 
 def break_ties(above: Int64s, equal: Int64s, rule: str, seed: int) -> npt.NDArray[np.float64]:
     """Turn counts of candidates above and equal into positions, by the tie rule."""
-    match rule:
-        case "random":
-            uniform = np.random.Generator(philox(TIES, seed)).random(len(equal))
-            return above + 1.0 + np.floor(uniform * (equal + 1))
-        case "mean":
-            return above + 1.0 + equal / 2
-        case "optimistic":
-            return above + 1.0
-        case "pessimistic":
-            return above + 1.0 + equal
-    raise AssertionError(rule)
+    uniform = np.random.Generator(philox(TIES, seed)).random(len(equal))
+    before = {
+        "random": np.floor(uniform * (equal + 1)),
+        "mean": equal / 2,
+        "optimistic": np.zeros(len(equal)),
+        "pessimistic": equal.astype(np.float64),
+    }
+    position: npt.NDArray[np.float64] = 1 + above + before[rule]
+    return position
 
 
 def query_blocks(learner: Learner, index: QueryIndex) -> Iterator[tuple[Int64s, OwnQueries]]:

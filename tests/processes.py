@@ -25,7 +25,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "tests.processes"
 
 
 def run_processes(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Call function(group, *args) on every rank; give the results by rank, or raise with the failing rank's traceback."""
+    """Call function(group, *args) on every rank; give the results by rank, or raise with a rank's traceback."""
     with tempfile.TemporaryDirectory() as folder:
         queue = _context.Queue()
         processes = [
@@ -65,7 +65,7 @@ def _worker(
         value = function(Group(), *args)
         dist.barrier()
         queue.put((rank, True, pickle.dumps(value)))  # by value: a shared tensor would die with this process
-    except Exception:
+    except BaseException:
         queue.put((rank, False, traceback.format_exc()))
     queue.close()
     queue.join_thread()

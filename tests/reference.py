@@ -1,4 +1,4 @@
-"""SAttLE as the paper describes it, in plain torch: both tokens all the way, a softmax over two keys, one row per triple.
+"""SAttLE as the paper describes it, in plain torch: both tokens all the way, a softmax over two keys, a row per triple.
 
 Written apart from `sattle_dist`, which uses a reduced form; tests hold the two together. Parameters are taken by the
 names they have in `QueryModel`.
@@ -59,7 +59,7 @@ def encode(
 
 
 def full_mask(masks: Mapping[str, Tensor], site: str, config: ModelConfig, n: int) -> Tensor:
-    """Extend a mask of the tokens that are read, [n, T, ...], to both tokens [n, 2, ...]; the other token is not read."""
+    """Extend a mask of the tokens that are read, [n, T, ...], to both tokens [n, 2, ...]; the other is not read."""
     shape = (n, 2, config.num_heads, 2) if site == "attention" else (n, 2, config.dim)
     if site not in masks:
         return torch.ones(shape, dtype=torch.float64)

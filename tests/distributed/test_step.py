@@ -143,7 +143,7 @@ def expected(graph_path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_loss_and_gradients(world_size: int, graph_path: Path, expected: list[dict[str, Any]]) -> None:
-    """All losses and decoders; targets on shard borders, a source in many queries, dropout, a last batch of one query."""
+    """All losses and decoders; targets on shard borders, one source in many queries, dropout, a batch of one query."""
     by_rank = run_processes(world_size, step_everywhere, graph_path)
     for place, want in enumerate(expected):
         ours = [results[place] for results in by_rank]
@@ -183,7 +183,7 @@ def train_steps(group: Group, path: Path, loss: str, decoder: str) -> dict[str, 
 
 @pytest.mark.parametrize(("loss", "decoder"), [("softmax", "twomult"), ("bce", "tucker")])
 def test_fifty_steps_agree(loss: str, decoder: str, tmp_path: Path) -> None:
-    """Losses and parameters after 50 steps with dropout: 1, 2, 3 and 4 processes agree to 1e-4 of each tensor's size."""
+    """Losses and parameters after 50 steps with dropout: 1 to 4 processes agree to 1e-4 of each tensor's size."""
     splits = random_splits(1, num_entities=N, num_relations=R, num_triples=300)
     path = write_graph(tmp_path / "g", splits, num_entities=N, num_relations=R)
     runs = {w: run_processes(w, train_steps, path, loss, decoder) for w in (1, 2, 3, 4)}

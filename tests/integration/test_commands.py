@@ -1,0 +1,147 @@
+"""The commands as a user types them: the built-in graph end to end, and one clear line for what a user gets wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.graphs import random_splits, write_graph
+
+TINY = "--dim 8 --num-heads 2 --dim-key 4 --dim-value 4 --dim-hidden 8 --epochs 2 --threads 1".split()
+
+
+def sattle(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SATTLE_CACHE": str(cwd / "cache"), **environment}
+    command = [sys.executable, "-m", "sattle_dist.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def families_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in graph, made on first use and trained with its own recipe in one process."""
+    folder = tmp_path_factory.mktemp("families")
+    done = sattle("train", "--out", "run", "--threads", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "MRR" in done.stdout
+    return folder
+
+
+def test_builtin_graph_is_nearly_solved(families_run: Path) -> None:
+    test = json.loads((families_run / "run" / "test.json").read_text())
+    assert test["mrr"] >= 0.9
+    assert 0 <= test["hits@1"] <= test["hits@3"] <= test["hits@10"] <= 1
+    epochs = [json.loads(line) for line in (families_run / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [e["epoch"] for e in epochs] == list(range(1, len(epochs) + 1))
+    assert epochs[-1]["loss"] < epochs[0]["loss"] / 3
+    assert "valid" in epochs[-1]
+
+
+def test_predicts_a_held_out_fact(families_run: Path) -> None:
+    done = sattle("predict", "run", "--source", "iris_baker", "--relation", "mother_of", "--top", "3", cwd=families_run)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert {row[1] for row in rows} == {"olga_baker", "vera_baker", "elena_baker"}
+    assert [row[3] for row in rows if row[1] == "elena_baker"] == ["test"]
+    scores = [float(row[2]) for row in rows]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_near_names_are_suggested(families_run: Path) -> None:
+    done = sattle("predict", "run", "--source", "iris_bakr", "--relation", "mother_of", cwd=families_run)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no entity is called 'iris_bakr'; did you mean iris_baker")
+    done = sattle("predict", "run", "--source", "iris_baker", "--relation", "mother", cwd=families_run)
+    assert done.returncode == 2
+    assert "no relation is called 'mother'; did you mean mother_of" in done.stderr
+
+
+def test_finished_run_is_reported_again(families_run: Path) -> None:
+    """The same command on a finished run trains nothing more and shows its metrics."""
+    before = (families_run / "run" / "metrics.jsonl").read_text()
+    done = sattle("train", "--out", "run", "--threads", "1", cwd=families_run)
+    assert done.returncode == 0, done.stderr
+    assert "resuming after epoch 40 of 40" in done.stdout
+    assert (families_run / "run" / "metrics.jsonl").read_text() == before
+    other = sattle("train", "--out", "run", "--dim", "32", cwd=families_run)
+    assert other.returncode == 2
+    assert "dim was 64, is 32" in other.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    splits = random_splits(0, num_entities=20, num_relations=2, num_triples=60)
+    write_graph(folder / "g", splits, num_entities=20, num_relations=2)
+    (folder / "bad.toml").write_text("[model]\ndimm = 3\n")
+    (folder / "empty").mkdir()
+    (folder / "newer").mkdir()
+    (folder / "newer" / "manifest.json").write_text('{"format": "sattle-graph", "format_version": 99}')
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "manifest.json").write_text('{"format": "sattle-graph", "format_version": 1}')
+    (folder / "file").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--graph", "none"], "no graph at"),
+        (["train", "--graph", "empty"], "is not a graph directory (it has no manifest.json)"),
+        (["train", "--graph", "newer"], "has format version 99, this release reads 1"),
+        (["train", "--graph", "damaged"], "manifest.json is damaged"),
+        (["train", "--config", "bad.toml"], "bad.toml: unknown setting 'dimm'"),
+        (["train", "--config", "none.toml"], "none.toml"),
+        (["train", "--graph", "g", "--dim", "0"], "dim must be at least 1, got 0"),
+        (["train", "--graph", "g", "--dropout-input", "1.5"], "dropout_input must be less than 1, got 1.5"),
+        (["train", "--graph", "g", "--nproc", "21"], "21 processes cannot share 20 entities; use --nproc 20"),
+        (["train", "--graph", "g", "--out", "file/run"], "the run directory file/run cannot be written"),
+        (["train", "--graph", "g", "--device", "cuda"], "--device cuda"),
+        (["train", "--graph", "g", "--dim", "abc"], "'abc' is not a valid integer"),
+        (["train", "--recipe", "nonsense"], "'nonsense' is not"),
+        (["train", "--graf", "g"], "No such option"),
+        (["predict", "none", "--source", "a", "--relation", "b"], "no run at none"),
+        (["predict", "empty", "--source", "a", "--relation", "b"], "holds no checkpoint yet"),
+    ],
+)
+def test_one_clear_line(arguments: list[str], message: str, tiny: Path) -> None:
+    done = sattle(*arguments, cwd=tiny)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
+    assert len(said) == 1
+
+
+def test_diverging_training_stops_with_the_step(tiny: Path) -> None:
+    done = sattle("train", "--graph", "g", "--out", "diverged", "--learning-rate", "1e30", *TINY, cwd=tiny)
+    assert done.returncode == 1
+    assert "a gradient was not finite at epoch 1, step" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_teaches(tiny: Path) -> None:
+    text = sattle("train", "--help", cwd=tiny).stdout
+    for word in ("--learning-rate", "[default: 0.003]", "resumed", "twomult|twomult-source|tucker"):
+        assert word in text
+
+
+def test_bf16_trains_or_falls_back(tiny: Path) -> None:
+    done = sattle("train", "--graph", "g", "--out", "bf16", "--precision", "bf16", *TINY, cwd=tiny)
+    assert done.returncode == 0, done.stderr
+    assert "MRR" in done.stdout
+    used = "float32" if "going on in float32" in done.stderr else "bf16"
+    assert f'precision = "{used}"' in (tiny / "bf16" / "config.toml").read_text()
+
+
+def test_a_killed_probe_means_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A product that kills its process (SIGILL here) is found out in a child, and the run goes on in float32."""
+    from sattle_dist import precision
+
+    monkeypatch.setattr(precision, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert precision.usable_precision("bf16", "cpu") == "float32"
+    assert "killed by signal 4" in capsys.readouterr().err
