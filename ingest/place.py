@@ -37,8 +37,15 @@ def working_directory(beside: Path) -> Iterator[Path]:
     try:
         yield work
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
         os.close(lock)
+
+
+def _remove(work: Path) -> None:
+    """Remove a working directory; manifests go first, so that a graph half removed does not open as one."""
+    for manifest in work.glob("*/manifest.json"):
+        manifest.unlink(missing_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
@@ -63,11 +70,11 @@ def _sweep(parent: Path, prefix: str) -> None:
         except OSError:
             # Its process is just beginning, or another one is removing it, or it was killed before it had a lock.
             if time.time() - left.stat().st_mtime > _YOUNG_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
         except OSError:
             pass  # alive
         finally:

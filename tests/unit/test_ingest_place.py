@@ -52,6 +52,18 @@ def test_replacing_keeps_the_old_one_aside(tmp_path, monkeypatch, has_exchange):
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
 
 
+def test_a_replaced_graph_stops_being_one_before_its_files_go(tmp_path, monkeypatch):
+    """As if the process were killed while it removes the old graph."""
+    out = make(tmp_path / "graph", "old")
+    (out / "entities.parquet").write_text("")
+    monkeypatch.setattr("ingest.place.shutil.rmtree", lambda path, ignore_errors: None)
+    with working_directory(out) as work:
+        put_in_place(make(work / "graph", "new"), out, replace=True)
+        assert (work / "graph" / "manifest.json").read_text() == "old"
+    assert (work / "graph" / "entities.parquet").exists()
+    assert list(tmp_path.rglob("manifest.json")) == [out / "manifest.json"]
+
+
 def test_put_in_place(tmp_path):
     put_in_place(make(tmp_path / "a", "1"), tmp_path / "graph", replace=False)
     with pytest.raises(IngestError, match="--force"):
