@@ -8,7 +8,14 @@ torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
 All options: python launchers/train.py --help
 """
 
-from sattle_dist.cli import train
+import os
+import signal
 
 if __name__ == "__main__":
+    # Before the imports, which take seconds: a Ctrl-C ends them, and a torchrun that is gone by then is noticed.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ["SATTLE_LAUNCHER_PID"] = str(os.getppid())
+
+    from sattle_dist.cli import train
+
     train(prog_name="train.py")

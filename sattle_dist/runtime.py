@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
+import signal
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from sattle_dist import __version__
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, RunConfig
 
 EXIT_INTERRUPTED = 130
+EXIT_LOST_PEER = 3  # of a worker whose peer is gone: never the cause, which its launcher tells
+LAUNCHER_PID = "SATTLE_LAUNCHER_PID"
+WHEREABOUTS = "SATTLE_WHEREABOUTS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +56,12 @@ def choose_device(name: str, place: Place) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise ConfigError(f"--device {name}: torch finds no GPU on this machine; use --device cpu")
     if num_gpus < place.local_world_size:
         raise ConfigError(
-            f"--device {name}: {place.local_world_size} processes on this machine need a GPU each, it has {num_gpus}; "
-            f"use --device cpu, or {max(1, num_gpus)} processes"
+            f"--device {name}: {place.local_world_size} processes need a GPU each, this machine has {num_gpus}; "
+            f"use --nproc {num_gpus}, or --device cpu"
         )
     return torch.device("cuda", place.local_rank)
 
@@ -69,7 +80,7 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(minutes=config.timeout),
-        store=dist.HashStore() if place.world_size == 1 else None,
+        store=dist.HashStore() if place.world_size == 1 else None,  # type: ignore[attr-defined]
         rank=place.rank,
         world_size=place.world_size,
         device_id=device if device.type == "cuda" else None,
@@ -96,22 +107,33 @@ def end_process(code: int) -> NoReturn:
 
 def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -> None:
     """Raise ConfigError, on every rank, where ranks were started with different settings or graphs."""
-    mine = {"graph checksum": graph_checksum}
+    mine = {"version": f"{__version__}, torch {torch.__version__}", "graph checksum": graph_checksum}
     for section in ("model", "train", "eval"):
         mine |= dataclasses.asdict(getattr(config, section))
+    # Of the settings that change no number, those that change which exchanges are made.
+    mine |= {name: getattr(config.run, name) for name in ("precision", "save_every")}
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
-            if theirs[name] != value:
+            if theirs.get(name) != value:
                 raise ConfigError(
-                    f"{name} differs between processes: {value!r} on rank 0, {theirs[name]!r} on rank {rank}; "
+                    f"{name} differs between processes: {value!r} on rank 0, {theirs.get(name)!r} on rank {rank}; "
                     "start every process with the same settings"
                 )
 
 
+def under_launcher() -> bool:
+    """Tell whether torchrun, or our own launcher, started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def end_with_parent() -> None:
     """End this process when the launcher that started it is gone, so that none is left over after a kill -9."""
-    parent = os.getppid()
+    # Given by the launcher where it is ours: it may be gone before this line is reached.
+    parent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it; it ends a stopped process too
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -119,3 +141,61 @@ def end_with_parent() -> None:
         os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Let SIGINT (Ctrl-C) and SIGTERM end this process at once, with a line and the exit code 128 + signal.
+
+    At once, because a checkpoint exists whole or not at all, so there is nothing to tidy up. A worker says nothing: its
+    launcher, which passed the signal on, does.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\nstopped by {signal.Signals(number).name}\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.SIG_DFL if Place.from_environment().world_size > 1 else stop
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class Whereabouts:
+    """The epoch and step that each process of this machine is in, in a small file.
+
+    The launcher makes the file, every process writes its own place in it as it goes, and when a process was killed the
+    launcher can say where.
+    """
+
+    _place = struct.Struct("=qq")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def from_environment(cls) -> Whereabouts | None:
+        return cls(Path(os.environ[WHEREABOUTS])) if WHEREABOUTS in os.environ else None
+
+    def writer(self, local_rank: int) -> Callable[[int, int], None]:
+        """Give the function that notes (epoch, step), both counted from 0."""
+        file = os.open(self.path, os.O_WRONLY)
+
+        def note(epoch: int, step: int) -> None:
+            os.pwrite(file, self._place.pack(epoch + 1, step + 1), local_rank * self._place.size)
+
+        return note
+
+    def describe(self, local_rank: int) -> str:
+        """Say in words where the process of this local rank was last seen."""
+        size = self._place.size
+        noted = self.path.read_bytes()[local_rank * size :][:size]
+        epoch, step = self._place.unpack(noted) if len(noted) == size else (0, 0)
+        return f"in epoch {epoch}, step {step}" if epoch else "before the first step"

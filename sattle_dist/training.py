@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
+import torch.distributed as dist
 
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
 from sattle_dist.graph import Graph
-from sattle_dist.launch import run_workers
+from sattle_dist.launch import EXIT_FAILED, run_workers
 from sattle_dist.run import default_run_dir, prepare_run_dir
-from sattle_dist.runtime import Place, end_with_parent, joined, require_same_everywhere
+from sattle_dist.runtime import (
+    EXIT_LOST_PEER,
+    Place,
+    Whereabouts,
+    choose_device,
+    end_with_parent,
+    ending_on_signals,
+    joined,
+    require_same_everywhere,
+    under_launcher,
+)
 from sattle_dist.sharding import Sharding
-from sattle_dist.trainer import Trainer
+from sattle_dist.trainer import Trainer, TrainingError
 
 
 def start(config: Config) -> int:
     """Train with this config in the processes it asks for; return the exit code."""
-    place = Place.from_environment()
-    graph = Graph.open(Path(config.run.graph).absolute())
-    nproc = number_of_processes(config.run.nproc, config.run.device, place)
-    Sharding(graph.num_entities, max(nproc, place.world_size))  # refuses more processes than entities
-    if graph.num_triples["train"] == 0:
-        raise ConfigError(f"{graph.path} has no training triples")
-    config = config.override({"graph": str(graph.path), "nproc": nproc}, "command line")
-    if place.world_size > 1 or nproc == 1:
-        return work(config, graph)
-    run_dir = Path(config.run.out or default_run_dir(graph))
-    config = config.override({"out": str(run_dir)}, "command line")
-    prepare_run_dir(run_dir, config, graph)
-    # The workers read the very config that was checked and written here.
-    return run_workers(["train", "--config", str(run_dir / "config.toml")], nproc)
+    with ending_on_signals():
+        place = Place.from_environment()
+        graph = Graph.open(Path(config.run.graph).absolute())
+        nproc = number_of_processes(config.run.nproc, config.run.device, place)
+        Sharding(graph.num_entities, max(nproc, place.world_size))  # refuses more processes than entities
+        choose_device(config.run.device, replace(place, local_world_size=nproc))  # refuses more than there are GPUs
+        if graph.num_triples["train"] == 0:
+            raise ConfigError(f"{graph.path} has no training triples")
+        config = config.override({"graph": str(graph.path), "nproc": nproc}, "command line")
+        if place.world_size > 1 or nproc == 1:
+            return work(config, graph)
+        run_dir = Path(config.run.out or default_run_dir(graph))
+        config = config.override({"out": str(run_dir)}, "command line")
+        prepare_run_dir(run_dir, config, graph)
+        # The workers read the very config that was checked and written here.
+        return run_workers(["train", "--config", str(run_dir / "config.toml")], nproc)
 
 
 def number_of_processes(wanted: int, device: str, place: Place) -> int:
@@ -50,29 +66,72 @@ def number_of_processes(wanted: int, device: str, place: Place) -> int:
 
 
 def work(config: Config, graph: Graph) -> int:
-    """Be one process of the run, alone or among others."""
-    if Place.from_environment().world_size > 1:
+    """Be one process of the run, alone or among others; return the exit code."""
+    if under_launcher():
         end_with_parent()
-    with joined(config.run) as (group, device):
-        require_same_everywhere(config, graph.checksum, group)
-        config = agree_on_run_dir(config, graph, group)
-        trainer = Trainer(config, graph, Path(config.run.out), group, device)
-        if group.rank == 0:
-            describe(trainer)
-        try:
+    steps = Steps()
+    try:
+        with joined(config.run) as (group, device):
+            require_same_everywhere(config, graph.checksum, group)
+            config = agree_on_run_dir(config, graph, group)
+            trainer = Trainer(config, graph, Path(config.run.out), group, device)
+            trainer.on_step = steps.note
+            if group.rank == 0:
+                describe(trainer)
             test = trainer.run()
-        except RuntimeError as error:
-            if group.world_size == 1 or isinstance(error, ValueError):
-                raise
-            # A peer that died or hung shows up here as a failed exchange.
-            reason = str(error).splitlines()[0]
-            where = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
-            print(f"error: rank {group.rank} stopped at {where}: {reason}", file=sys.stderr, flush=True)
-            return 1
-        if group.rank == 0:
-            summarise(test, config)
-        group.barrier()  # nobody leaves while another still needs it
+            if group.rank == 0:
+                summarise(test, config)
+            group.barrier()  # nobody leaves while another still needs it
+    except Exception as error:
+        if Place.from_environment().world_size == 1 or is_for_the_user(error):
+            raise
+        return explain(error, steps, config.run.timeout)
     return 0
+
+
+class Steps:
+    """Where in the training this process is: for its own messages, and noted for the launcher's."""
+
+    def __init__(self) -> None:
+        self.text = "before the first step"
+        whereabouts = Whereabouts.from_environment()
+        self._tell = whereabouts.writer(Place.from_environment().local_rank) if whereabouts else None
+
+    def note(self, epoch: int, step: int) -> None:
+        """Note that this step begins, both counted from 0."""
+        self.text = f"in epoch {epoch + 1}, step {step + 1}"
+        if self._tell:
+            self._tell(epoch, step)
+
+
+def is_for_the_user(error: Exception) -> bool:
+    """Tell whether an error is one of ours, said in one line, which the command shows as such."""
+    return isinstance(error, TrainingError) or (isinstance(error, ValueError) and type(error) is not ValueError)
+
+
+def explain(error: Exception, steps: Steps, timeout: float) -> int:
+    """Say what stopped this one of several processes; return its exit code.
+
+    A peer that died or hung shows up as a failed exchange; anything else is a defect, and shows its traceback. It ends
+    here in any case, because a worker must not take its process group apart (see end_process).
+    """
+    rank, text = Place.from_environment().rank, str(error)
+    if any(word in text for word in ("Timed out", "timed out", "timeout")):
+        print(
+            f"error: rank {rank} gave up {steps.text}: it waited {timeout:g} minutes (--timeout) for a process that "
+            "died or hung",
+            file=sys.stderr,
+            flush=True,
+        )
+        return EXIT_FAILED
+    if isinstance(error, dist.DistError) or any(word in text for word in ("peer", "Broken pipe", "gloo")):
+        if Whereabouts.from_environment() is None:  # else our own launcher sees the death itself, and says whose it was
+            reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", text.splitlines()[0])  # gloo's file and advice
+            print(f"error: rank {rank} lost another process {steps.text}: {reason}", file=sys.stderr, flush=True)
+        return EXIT_LOST_PEER
+    print(f"error: rank {rank} failed {steps.text}:", file=sys.stderr)
+    traceback.print_exc()
+    return EXIT_FAILED
 
 
 def agree_on_run_dir(config: Config, graph: Graph, group: Group) -> Config:
