@@ -1,0 +1,62 @@
+"""What every benchmark needs: a stamp of machine, versions and command, and a place for its results."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def stamp() -> dict[str, Any]:
+    """Say what is measured, with what, where and when."""
+    name = Path(sys.argv[0]).stem
+    return {
+        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _output("git", "-C", str(RESULTS), "describe", "--always", "--dirty"),
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": torch.multiprocessing.cpu_count(),
+        "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20, 1),
+        "system": platform.system(),
+        "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")},
+    }
+
+
+def write(name: str, result: dict[str, Any], markdown: str) -> None:
+    """Write results/NAME.json and results/NAME.md, and show the latter."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    s = result["stamp"]
+    versions = ", ".join(f"{package} {number}" for package, number in s["versions"].items())
+    head = f"`{s['command']}`, {s['date']}, commit {s['commit']}  \n"
+    head += f"{s['cpu']}, {s['cores']} cores, {s['memory_gib']} GiB, {s['system']}; {versions}\n\n"
+    title, _, rest = markdown.partition("\n\n")
+    (RESULTS / f"{name}.md").write_text(f"{title}\n\n{head}{rest}")
+    print((RESULTS / f"{name}.md").read_text())
+
+
+def peak_memory() -> int:
+    """Give the largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _field(path: str, name: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
