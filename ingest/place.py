@@ -42,9 +42,16 @@ def working_directory(beside: Path) -> Iterator[Path]:
 
 
 def _remove(work: Path) -> None:
-    """Remove a working directory; manifests go first, so that a graph half removed does not open as one."""
+    """Remove a working directory so that a process killed at it leaves nothing that looks better than it is.
+
+    Manifests go first: a graph half removed does not open as one. The lock goes last: by it the next ingest finds
+    the rest.
+    """
     for manifest in work.glob("*/manifest.json"):
         manifest.unlink(missing_ok=True)
+    for entry in work.iterdir():
+        if entry.name != _LOCK:
+            shutil.rmtree(entry, ignore_errors=True)
     shutil.rmtree(work, ignore_errors=True)
 
 

@@ -35,28 +35,25 @@ def check_everything_that_opens(folder):
 
 
 def test_kill_at_any_moment(triples, tmp_path):
+    """Every kill falls into a random stage, and there at a random moment."""
     out = tmp_path / "graph"
     expected = ingest_triples([triples], options=IngestOptions(out=out)).manifest["checksum"]
-    shutil.rmtree(out)
-    began = time.monotonic()
-    process = start(triples, out)
-    lines = iter(process.stderr.readline, b"")
-    startup = next(time.monotonic() - began for line in lines if b"reading" in line)
-    process.communicate()
-    whole = time.monotonic() - began
     rng, killed, left = random.Random(2), 0, 0
     for attempt in range(20):
-        if attempt % 2:
-            shutil.rmtree(out, ignore_errors=True)
+        if attempt >= 10:
+            shutil.rmtree(out)
         process = start(triples, out)
-        # Most of the start is Python importing modules; the moments of interest come after.
-        time.sleep(rng.uniform(0.5 * startup, whole))
+        # A stage is printed when it has ended; 0 lines is the start of the program and the reading.
+        stages = attempt % 10
+        for _ in range(stages):
+            process.stderr.readline()
+        time.sleep(rng.uniform(0, 0.05 if stages else 1))
         process.kill()
         process.communicate()
         killed += process.returncode == -9
         left += len(list(tmp_path.glob(".graph.ingest-*")))
         opened = check_everything_that_opens(tmp_path)
-        assert attempt % 2 or opened, "a graph that is being replaced is there at every moment"
+        assert attempt >= 10 or opened, "a graph that is being replaced is there at every moment"
         report = ingest_triples([triples], options=IngestOptions(out=out, force=True))
         assert report.manifest["checksum"] == expected
         assert list(tmp_path.iterdir()) == [out], "what the killed process left has been removed"

@@ -64,6 +64,14 @@ def test_a_replaced_graph_stops_being_one_before_its_files_go(tmp_path, monkeypa
     assert list(tmp_path.rglob("manifest.json")) == [out / "manifest.json"]
 
 
+def test_the_lock_is_removed_last(tmp_path, monkeypatch):
+    with working_directory(tmp_path / "graph") as work:
+        (work / "graph").mkdir()
+        removed = []
+        monkeypatch.setattr("ingest.place.shutil.rmtree", lambda path, ignore_errors: removed.append(path))
+    assert removed == [work / "graph", work]
+
+
 def test_put_in_place(tmp_path):
     put_in_place(make(tmp_path / "a", "1"), tmp_path / "graph", replace=False)
     with pytest.raises(IngestError, match="--force"):
