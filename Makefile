@@ -17,7 +17,8 @@ $(STAMP): pyproject.toml constraints.txt launchers/torchrun.py
 
 demo: install
 	$(BIN)/torchrun launchers/train.py --nproc 4 --out runs/demo
-	$(BIN)/sattle predict runs/demo --source eva_miller --relation grandparent_of --top 5
+	$(BIN)/sattle predict runs/demo --source iris_baker --relation mother_of --top 5
+	$(BIN)/sattle predict runs/demo --source mia_baker --relation cousin_of --top 5
 
 test: lint
 	$(BIN)/python -m pytest

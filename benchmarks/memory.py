@@ -84,7 +84,7 @@ def render(result: dict[str, Any]) -> str:
         f"TwoMult, d={result['dim']}, 64 heads, {result['batch_size']} queries per step. State: parameters, gradients"
         " and Adam's moments. The rest is the peak of the resident memory above the process's start, less the state.",
         "",
-        "| entities | processes | loss | state per process | rest per process | dense score matrix | seconds per step |",
+        "| entities | processes | loss | state per process | rest per process | dense scores | seconds per step |",
         "|---:|---:|---|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sattle_dist.collectives import Group
-from sattle_dist.graph import Int64s
+from sattle_dist.graph import GraphError, Int64s
 
 TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
 CACHE_BYTES = 8 << 20  # scores that a CPU's caches hold between the products that write and read them
@@ -45,7 +45,7 @@ class ShardTargets:
         """Take distinct (query, row) pairs; a repeated pair is refused, for it would count twice."""
         cell = np.sort(row * num_queries + query)
         if (cell[1:] == cell[:-1]).any():
-            raise ValueError("a query names the same target twice; targets must be distinct")
+            raise GraphError("a query names the same target twice; the graph is damaged, ingest it again")
         query, row = cell % num_queries, cell // num_queries
         return cls(query=torch.from_numpy(query).to(device), row=torch.from_numpy(row).to(device))
 

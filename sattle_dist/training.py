@@ -158,7 +158,8 @@ def describe(trainer: Trainer) -> None:
     )
     click.echo(
         f"{config.model.decoder}, d={config.model.dim}, {config.model.num_heads} heads, {config.train.loss} loss; "
-        f"{group.world_size} process(es) on {trainer.learner.device.type}; run directory {config.run.out}"
+        f"{group.world_size} process{'es' if group.world_size > 1 else ''} on {trainer.learner.device.type}; "
+        f"run directory {config.run.out}"
     )
     if trainer.epoch:
         click.echo(f"resuming after epoch {trainer.epoch} of {config.train.epochs}")
