@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
-import duckdb
 import numpy as np
-import pyarrow as pa
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import record
 
 
 def plain_loop(path: Path, out: Path) -> dict[str, float]:
@@ -123,39 +119,10 @@ def measure_loop(path: Path, work: Path) -> dict[str, Any]:
     return {**run, "steps": {name: round(seconds, 2) for name, seconds in steps.items()}}
 
 
-def stamp() -> dict[str, Any]:
-    """Say where, when and with what this was measured."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "command": "python -m benchmarks.ingest " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit.stdout.strip(),
-        "machine": f"{cpu}, {os.cpu_count()} processors, {memory / 1e9:.0f} GB, {platform.system()}",
-        "versions": {
-            "python": platform.python_version(),
-            "duckdb": duckdb.__version__,
-            "numpy": np.__version__,
-            "pyarrow": pa.__version__,
-        },
-    }
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
 def render(result: dict[str, Any]) -> str:
     """Write the results as Markdown."""
     lines = [
         "# Ingest",
-        "",
-        f"`{result['command']}`, {result['date']}, commit {result['commit']}  ",
-        f"{result['machine']}; " + ", ".join(f"{name} {number}" for name, number in result["versions"].items()),
         "",
         f"Memory limit {result['memory_limit']}. Peak memory is of the whole process.",
         "",
@@ -195,7 +162,8 @@ def main(
         assert work_dir is not None
         (work_dir / "steps.json").write_text(json.dumps(plain_loop(loop, work_dir)))
         return
-    result: dict[str, Any] = {**stamp(), "memory_limit": memory_limit, "ingest": []}
+    packages = ("duckdb", "numpy", "pyarrow")
+    result: dict[str, Any] = {"stamp": record.stamp(packages), "memory_limit": memory_limit, "ingest": []}
     with tempfile.TemporaryDirectory(prefix="bench-ingest-", dir=work_dir) as folder:
         for triples in (int(float(size)) for size in sizes.split(",")):
             path = make_input(Path(folder), triples)
@@ -212,10 +180,7 @@ def main(
                 }
             path.unlink()
             click.echo(json.dumps(row), err=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (RESULTS / f"{name}.md").write_text(render(result))
-    click.echo(render(result))
+    record.write(name, result, render(result))
 
 
 if __name__ == "__main__":

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 RESULTS = Path(__file__).parent / "results"
 
 
-def stamp() -> dict[str, Any]:
+def stamp(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
     """Say what is measured, with what, where and when."""
     name = Path(sys.argv[0]).stem
     return {
@@ -25,10 +25,10 @@ def stamp() -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _output("git", "-C", str(RESULTS), "describe", "--always", "--dirty"),
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
-        "cores": torch.multiprocessing.cpu_count(),
+        "cores": os.cpu_count(),
         "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20, 1),
         "system": platform.system(),
-        "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
 
 
