@@ -1,0 +1,213 @@
+"""Runs that end before their time: stopped, killed, hung, or started with settings that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from sattle_dist import launch, training
+from sattle_dist.collectives import Group
+from sattle_dist.config import Config, ConfigError
+from sattle_dist.runtime import EXIT_LOST_PEER, WHEREABOUTS, Whereabouts, require_same_everywhere
+from tests.launching import SATTLE, SMALL, TORCHRUN, TRAIN, running, small_graph
+from tests.processes import run_processes
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
+
+
+def endless(start: list[str], folder: Path, *options: str) -> list[str]:
+    graph = str(small_graph(folder))
+    return [*start, *SMALL, "--graph", graph, "--epochs", "1000000", "--out", str(folder / "run"), *options]
+
+
+@pytest.mark.parametrize(
+    ("start", "sent", "message"),
+    [
+        ([*SATTLE, "--nproc", "1"], signal.SIGINT, "stopped by SIGINT"),
+        ([*SATTLE, "--nproc", "2"], signal.SIGINT, "stopped by SIGINT; all processes have ended"),
+        ([*TORCHRUN, TRAIN, "--nproc", "2"], signal.SIGTERM, "stopped by SIGTERM; all processes have ended"),
+    ],
+    ids=["Ctrl-C, 1 process", "Ctrl-C, 2 processes", "SIGTERM, 2 processes below torchrun"],
+)
+def test_signals_end_all_processes_with_a_message(
+    start: list[str], sent: signal.Signals, message: str, tmp_path: Path
+) -> None:
+    with running(endless(start, tmp_path), tmp_path) as command:
+        command.wait_for("epoch 2/")
+        assert len(command.seen) == {"--nproc 1": 0, "--nproc 2": 2}[" ".join(start[-2:])] + (TRAIN in start)
+        command.process.send_signal(sent)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+    assert code == 128 + sent
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    with running(endless([*SATTLE, "--nproc", "2"], tmp_path), tmp_path) as command:
+        command.wait_for("epoch 2/")
+        ranks = command.note_descendants()
+        os.kill(ranks[1], signal.SIGSTOP)  # not even one that cannot act
+        command.process.kill()
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+    assert code == -signal.SIGKILL
+    assert "Traceback" not in errors
+
+
+def test_a_killed_worker_is_named_with_signal_and_step(tmp_path: Path) -> None:
+    with running(endless([*SATTLE, "--nproc", "2"], tmp_path), tmp_path) as command:
+        command.wait_for("epoch 2/")
+        os.kill(command.note_descendants()[1], signal.SIGKILL)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+    assert code == 1
+    assert len(errors.splitlines()) == 1
+    found = re.match(r"error: the process of rank 1 was killed by SIGKILL in epoch (\d+), step (\d+) ", errors)
+    assert found, errors
+    assert int(found[1]) >= 2
+    assert 1 <= int(found[2]) <= 14  # 891 queries by 64
+
+
+def test_a_hung_worker_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
+    with running(endless([*SATTLE, "--nproc", "2"], tmp_path, "--timeout", "0.1"), tmp_path) as command:
+        command.wait_for("epoch 2/")
+        os.kill(command.note_descendants()[1], signal.SIGSTOP)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+    assert code == 1
+    waiting, hung = errors.splitlines()
+    assert re.match(r"error: rank 0 gave up in epoch \d+, step \d+: it waited 0.1 minutes \(--timeout\)", waiting)
+    assert re.match(r"error: the process of rank 1 hung in epoch \d+, step \d+ and was killed", hung)
+
+
+def failure(local_rank: int, exitcode: int, seconds: int = 0) -> ProcessFailure:
+    made = ProcessFailure(local_rank=local_rank, pid=1, exitcode=exitcode, error_file="/nonexistent")
+    made.timestamp = 1000 + seconds
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "message"),
+    [
+        # Whoever is noticed first, the process that was killed is the cause.
+        ([(EXIT_LOST_PEER, 0), (-9, 0), (-15, 0)], 1, "rank 1 was killed by SIGKILL in epoch 3, step 4"),
+        ([(-15, 0), (-11, 0)], 1, "rank 1 was killed by SIGSEGV in epoch 3, step 4"),
+        ([(EXIT_LOST_PEER, 0), (-15, 0)], 1, "rank 1 was killed by SIGTERM in epoch 3, step 4"),
+        ([(-9, 0), (EXIT_LOST_PEER, 0)], 1, "rank 0 was killed by SIGKILL before the first step"),
+        ([(EXIT_LOST_PEER, 0), (EXIT_LOST_PEER, 0)], 1, "rank 0 lost the others before the first step"),
+        ([(1, 0), (-9, launch.SHUTDOWN_SECONDS)], 1, "rank 1 hung in epoch 3, step 4 and was killed"),
+        ([(-15, 0), (2, 0)], 2, ""),  # it has said why itself
+        ([(-15, 0), (1, 0)], 1, ""),
+    ],
+)
+def test_the_launcher_finds_the_cause(ends: list[tuple[int, int]], code: int, message: str, tmp_path: Path) -> None:
+    whereabouts = Whereabouts(tmp_path / "whereabouts")
+    whereabouts.path.touch()
+    whereabouts.writer(1)(2, 3)
+    failures = {rank: failure(rank, exitcode, seconds) for rank, (exitcode, seconds) in enumerate(ends)}
+    got_code, got_message = launch.explain(failures, whereabouts)
+    assert got_code == code
+    assert message in got_message
+    assert bool(message) == bool(got_message)
+
+
+LOST = "[/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:1: Connection reset by peer. This is typically caused"
+
+
+@pytest.mark.parametrize("launched_by_us", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            RuntimeError(LOST),
+            EXIT_LOST_PEER,
+            "lost another process in epoch 1, step 8: Read error [10.0.0.1]:1: Connection reset by peer\n",
+        ),
+        (
+            RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"),
+            1,
+            "gave up in epoch 1, step 8: it waited 3 minutes (--timeout) for a process that died or hung\n",
+        ),
+        (KeyError("a defect"), 1, "failed in epoch 1, step 8:\nTraceback"),
+    ],
+    ids=["lost", "timed out", "defect"],
+)
+def test_a_worker_says_where_it_was_stopped(
+    error: Exception,
+    code: int,
+    said: str,
+    launched_by_us: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    if launched_by_us:
+        (tmp_path / "whereabouts").touch()
+        monkeypatch.setenv(WHEREABOUTS, str(tmp_path / "whereabouts"))
+    steps = training.Steps()
+    steps.note(0, 7)
+    try:
+        raise error
+    except Exception as raised:
+        got = training.explain(raised, steps, 3.0)
+    assert got == code
+    silent = launched_by_us and code == EXIT_LOST_PEER  # our launcher saw the death itself
+    err = capsys.readouterr().err
+    assert err == "" if silent else err.startswith(f"error: rank 5 {said}")
+
+
+DIFFERING: list[tuple[dict[str, Any], str, str]] = [
+    ({"dim": 8}, "sha256:a", "dim differs between processes: 100 on rank 0, 8 on rank 1"),
+    ({"seed": 1}, "sha256:a", "seed differs between processes: 0 on rank 0, 1 on rank 1"),
+    ({"eval_every": 3}, "sha256:a", "eval_every differs between processes: 10 on rank 0, 3 on rank 1"),
+    ({"save_every": 3}, "sha256:a", "save_every differs between processes: 10 on rank 0, 3 on rank 1"),
+    ({}, "sha256:b", "graph checksum differs between processes: 'sha256:a' on rank 0, 'sha256:b' on rank 1"),
+    ({"threads": 3, "score_memory": 7, "graph": "elsewhere"}, "sha256:a", ""),  # every machine may have its own
+]
+
+
+def start_differently(group: Group) -> list[str]:
+    """Start rank 1 with other settings than the others, in all ways; give the errors of this rank."""
+    errors = []
+    for differing, checksum, _ in DIFFERING:
+        config = Config().override(differing if group.rank == 1 else {}, "test")
+        try:
+            require_same_everywhere(config, checksum if group.rank == 1 else "sha256:a", group)
+            errors.append("")
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_differing_settings_are_refused_on_every_rank() -> None:
+    for errors in run_processes(3, start_differently):
+        for error, (_, _, message) in zip(errors, DIFFERING, strict=True):
+            assert error.startswith(message)
+            assert bool(error) == bool(message)
+
+
+def test_every_setting_that_decides_numbers_is_compared() -> None:
+    class Pair(Group):
+        """Two ranks with equal settings."""
+
+        def __init__(self) -> None:
+            self.rank, self.world_size = 0, 2
+            self.compared: set[str] = set()
+
+        def gather_objects(self, value: Any) -> list[Any]:
+            self.compared |= set(value)
+            return [value, value]
+
+    group, config = Pair(), Config()
+    require_same_everywhere(config, "sha256:a", group)
+    decisive = {f.name for section in (config.model, config.train, config.eval) for f in dataclasses.fields(section)}
+    assert decisive <= group.compared
