@@ -98,8 +98,9 @@ def end_process(code: int) -> NoReturn:
     Taking a gloo group apart can wait forever in a worker: its thread wants the interpreter lock to free a tensor while
     the interpreter, holding the lock, waits for the thread. Everything is on disk by now, so nothing is taken apart.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody may be reading any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     if Place.from_environment().world_size > 1:
         os._exit(code)
     sys.exit(code)

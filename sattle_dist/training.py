@@ -83,7 +83,11 @@ def work(config: Config, graph: Graph) -> int:
                 summarise(test, config)
             group.barrier()  # nobody leaves while another still needs it
     except Exception as error:
-        if Place.from_environment().world_size == 1 or is_for_the_user(error):
+        if is_for_the_user(error):
+            raise
+        if reason := lack_of_resources(error):
+            raise TrainingError(f"stopped {steps.text}: {reason}") from None
+        if Place.from_environment().world_size == 1:
             raise
         return explain(error, steps, config.run.timeout)
     return 0
@@ -107,6 +111,14 @@ class Steps:
 def is_for_the_user(error: Exception) -> bool:
     """Tell whether an error is one of ours, said in one line, which the command shows as such."""
     return isinstance(error, TrainingError) or (isinstance(error, ValueError) and type(error) is not ValueError)
+
+
+def lack_of_resources(error: Exception) -> str:
+    """Give the reason in words where the machine has run out of something: memory, disk, a reader of the output."""
+    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    if out_of_memory:
+        return "out of memory; lower --batch-size or --score-memory, or share the table among more processes"
+    return str(error) if isinstance(error, OSError) else ""
 
 
 def explain(error: Exception, steps: Steps, timeout: float) -> int:

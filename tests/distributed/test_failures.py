@@ -6,17 +6,19 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from sattle_dist import launch, training
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
 from sattle_dist.runtime import EXIT_LOST_PEER, WHEREABOUTS, Whereabouts, require_same_everywhere
-from tests.launching import SATTLE, SMALL, TORCHRUN, TRAIN, running, small_graph
+from tests.launching import ROOT, SATTLE, SMALL, TORCHRUN, TRAIN, running, small_graph
 from tests.processes import run_processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
@@ -163,6 +165,27 @@ def test_a_worker_says_where_it_was_stopped(
     silent = launched_by_us and code == EXIT_LOST_PEER  # our launcher saw the death itself
     err = capsys.readouterr().err
     assert err == "" if silent else err.startswith(f"error: rank 5 {said}")
+
+
+def test_lack_of_resources_is_said_in_words() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert training.lack_of_resources(refused.value).startswith("out of memory; lower --batch-size")
+    with pytest.raises(OSError, match="no-such-file") as missing:
+        Path("no-such-file").read_text()
+    assert "No such file" in training.lack_of_resources(missing.value)
+    assert training.lack_of_resources(RuntimeError("a defect")) == ""
+
+
+def test_a_run_whose_output_nobody_reads_ends_in_one_line(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = endless([*SATTLE, "--nproc", "1"], tmp_path)
+    ended = subprocess.run(arguments, stdout=write, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    os.close(write)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: stopped before the first step: [Errno 32] Broken pipe\n"
 
 
 DIFFERING: list[tuple[dict[str, Any], str, str]] = [
