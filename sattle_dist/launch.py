@@ -36,7 +36,7 @@ def run_workers(arguments: list[str], nproc: int) -> int:
     leave_torchrun()
     end_workers_soon()
     silence_torch()
-    again = f"`sattle {' '.join(arguments)}` continues from its last checkpoint"
+    again = f"`sattle {' '.join(arguments)} --nproc {nproc}` continues from the last checkpoint"
     with tempfile.TemporaryDirectory(prefix="sattle_") as folder:
         whereabouts = Whereabouts(Path(folder) / "whereabouts")
         whereabouts.path.touch()

@@ -20,6 +20,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from sattle_dist import __version__
 from sattle_dist.collectives import Group
@@ -77,10 +79,11 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
+    timeout = timedelta(minutes=config.timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=config.timeout),
-        store=dist.HashStore() if place.world_size == 1 else None,  # type: ignore[attr-defined]
+        timeout=timeout,
+        store=meeting_place(place, timeout),
         rank=place.rank,
         world_size=place.world_size,
         device_id=device if device.type == "cuda" else None,
@@ -90,6 +93,16 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     finally:
         if place.world_size == 1:  # a worker ends with its process, see end_process
             dist.destroy_process_group()
+
+
+def meeting_place(place: Place, timeout: timedelta) -> Store:
+    """Give the store in which the processes find each other."""
+    if place.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+    store.set_timeout(timeout)
+    # Processes that torchrun has started again must not find the addresses of those before them.
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def end_process(code: int) -> NoReturn:
@@ -112,7 +125,7 @@ def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -
     for section in ("model", "train", "eval"):
         mine |= dataclasses.asdict(getattr(config, section))
     # Of the settings that change no number, those that change which exchanges are made.
-    mine |= {name: getattr(config.run, name) for name in ("precision", "save_every")}
+    mine |= {name: getattr(config.run, name) for name in ("precision", "save_every", "score_memory")}
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

@@ -18,7 +18,7 @@ from sattle_dist import launch, training
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
 from sattle_dist.runtime import EXIT_LOST_PEER, WHEREABOUTS, Whereabouts, require_same_everywhere
-from tests.launching import ROOT, SATTLE, SMALL, TORCHRUN, TRAIN, running, small_graph
+from tests.launching import ROOT, SATTLE, SMALL, TORCHRUN, TRAIN, results, running, small_graph
 from tests.processes import run_processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
@@ -88,6 +88,20 @@ def test_a_hung_worker_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     waiting, hung = errors.splitlines()
     assert re.match(r"error: rank 0 gave up in epoch \d+, step \d+: it waited 0.1 minutes \(--timeout\)", waiting)
     assert re.match(r"error: the process of rank 1 hung in epoch \d+, step \d+ and was killed", hung)
+
+
+def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(tmp_path: Path) -> None:
+    start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", TRAIN]
+    with running(endless(start, tmp_path, "--epochs", "30", "--save-every", "1"), tmp_path) as command:
+        command.wait_for("epoch 2/")
+        os.kill(command.note_descendants()[1], signal.SIGKILL)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+        said = command.out.read_text()
+    assert code == 0, errors
+    assert re.search(r"resuming after epoch \d+ of 30", said)
+    history, _ = results(tmp_path / "run")
+    assert [record["epoch"] for record in history] == list(range(1, 31))
 
 
 def failure(local_rank: int, exitcode: int, seconds: int = 0) -> ProcessFailure:
@@ -194,7 +208,8 @@ DIFFERING: list[tuple[dict[str, Any], str, str]] = [
     ({"eval_every": 3}, "sha256:a", "eval_every differs between processes: 10 on rank 0, 3 on rank 1"),
     ({"save_every": 3}, "sha256:a", "save_every differs between processes: 10 on rank 0, 3 on rank 1"),
     ({}, "sha256:b", "graph checksum differs between processes: 'sha256:a' on rank 0, 'sha256:b' on rank 1"),
-    ({"threads": 3, "score_memory": 7, "graph": "elsewhere"}, "sha256:a", ""),  # every machine may have its own
+    ({"score_memory": 7}, "sha256:a", "score_memory differs between processes: 0 on rank 0, 7 on rank 1"),
+    ({"threads": 3, "timeout": 7.0, "graph": "elsewhere"}, "sha256:a", ""),  # every machine may have its own
 ]
 
 
