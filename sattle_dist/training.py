@@ -128,15 +128,12 @@ def explain(error: Exception, steps: Steps, timeout: float) -> int:
     here in any case, because a worker must not take its process group apart (see end_process).
     """
     rank, text = Place.from_environment().rank, str(error)
-    if any(word in text for word in ("Timed out", "timed out", "timeout")):
-        print(
-            f"error: rank {rank} gave up {steps.text}: it waited {timeout:g} minutes (--timeout) for a process that "
-            "died or hung",
-            file=sys.stderr,
-            flush=True,
-        )
+    lost = any(word in text for word in ("Connection refused", "Connection reset", "Connection closed", "Broken pipe"))
+    if not lost and any(word in text for word in ("Timed out", "timed out", "timeout")):
+        waited = f"it waited {timeout:g} minutes (--timeout) for a process that died or hung"
+        print(f"error: rank {rank} gave up {steps.text}: {waited}", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    if isinstance(error, dist.DistError) or any(word in text for word in ("peer", "Broken pipe", "gloo")):
+    if lost or isinstance(error, dist.DistError) or "gloo" in text:
         if Whereabouts.from_environment() is None:  # else our own launcher sees the death itself, and says whose it was
             reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", text.splitlines()[0])  # gloo's file and advice
             print(f"error: rank {rank} lost another process {steps.text}: {reason}", file=sys.stderr, flush=True)
