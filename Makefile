@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt launchers/torchrun.py
 	touch $@
 
 demo: install
+	rm -rf runs/demo
 	$(BIN)/torchrun launchers/train.py --nproc 4 --out runs/demo
 	$(BIN)/sattle predict runs/demo --source iris_baker --relation mother_of --top 5
 	$(BIN)/sattle predict runs/demo --source mia_baker --relation cousin_of --top 5

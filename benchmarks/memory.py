@@ -42,7 +42,7 @@ def measure(group: Group, device: torch.device, config: Config, num_entities: in
     """Take steps; give this process's peak memory above its start, and what the state itself needs."""
     size = config.train.batch_size
     index = random_index(num_entities, steps * size, 4)
-    before = record.peak_memory()
+    before = record.memory("VmRSS")
     learner = Learner(config, num_entities, NUM_RELATIONS, group, device)
     batches = Batches(
         index, batch_size=size, weigh_by_targets=True, seed=0, sharding=learner.sharding, group=group, device=device
@@ -55,7 +55,7 @@ def measure(group: Group, device: torch.device, config: Config, num_entities: in
         assert learner.gradient_norm().isfinite()
     parameters = sum(p.numel() * p.element_size() for _, p in learner.named_parameters())
     return {
-        "peak_above_start": record.peak_memory() - before,
+        "peak_above_start": record.memory("VmHWM") - before,
         "state": 4 * parameters,  # the parameters, their gradients and two moments
         "seconds_per_step": seconds,
         "dense_scores": size * num_entities * 4,

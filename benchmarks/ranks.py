@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, threads
     ]
     for process in processes:
         process.start()
-    found = dict(results.get() for _ in processes)
+    found: dict[int, Any] = {}
+    while len(found) < world_size:
+        if not results.empty():
+            rank, value = results.get()
+            found[rank] = value
+        elif dead := [p.exitcode for p in processes if p.exitcode]:
+            for process in processes:
+                process.kill()
+            raise SystemExit(f"a process of the benchmark ended with exit code {dead[0]}")
+        time.sleep(0.05)
     for process in processes:
         process.join()
     return [found[rank] for rank in range(world_size)]

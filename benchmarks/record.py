@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ RESULTS = Path(__file__).parent / "results"
 def stamp(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
     """Say what is measured, with what, where and when."""
     name = Path(sys.argv[0]).stem
+    arguments = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # names say enough, places do not
     return {
-        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{name}", *arguments]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _output("git", "-C", str(RESULTS), "describe", "--always", "--dirty"),
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
@@ -45,9 +45,9 @@ def write(name: str, result: dict[str, Any], markdown: str) -> None:
     print((RESULTS / f"{name}.md").read_text())
 
 
-def peak_memory() -> int:
-    """Give the largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory(field: str) -> int:
+    """Give a size of this process in bytes: VmRSS, resident now, or VmHWM, its peak so far."""
+    return int(_field("/proc/self/status", field).split()[0]) * 1024
 
 
 def _output(*command: str) -> str:

@@ -55,14 +55,14 @@ def measure_dense(path: Path, config: Config, steps: int) -> dict[str, Any]:
     source, relation = (np.repeat(x, counts) for x in index.split_keys(np.asarray(index.queries)))
     triples = torch.from_numpy(np.stack([source, relation, index.targets.astype(np.int64)]))
     triples = triples[:, torch.randperm(triples.shape[1], generator=torch.Generator().manual_seed(0))]
-    before = record.peak_memory()
+    before = record.memory("VmRSS")
     step = DenseStep(config.model, graph.num_entities, graph.num_relations, config.train.label_smoothing)
     batches = iter(triples.split(TRIPLES_PER_BATCH, 1))
     seconds = timed(lambda: step(*next(batches)), steps)
     return {
         "seconds_per_step": seconds,
         "seconds_per_epoch": statistics.median(seconds) * triples.shape[1] / TRIPLES_PER_BATCH,
-        "peak_memory": record.peak_memory() - before,
+        "peak_memory": record.memory("VmHWM") - before,
     }
 
 
@@ -72,7 +72,7 @@ def measure_ours(path: Path, config: Config, steps: int) -> dict[str, Any]:
     index = graph.index("train")
     size = round(TRIPLES_PER_BATCH * len(index) / len(index.targets))
     config = config.override({"batch_size": size}, "benchmark")
-    before = record.peak_memory()
+    before = record.memory("VmRSS")
     with joined(config.run) as (group, device):
         learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
         batches = Batches(
@@ -92,7 +92,7 @@ def measure_ours(path: Path, config: Config, steps: int) -> dict[str, Any]:
             learner.gradient_norm().isfinite().item()
 
         seconds = timed(step, steps)
-        peak = record.peak_memory() - before
+        peak = record.memory("VmHWM") - before
         with FlopCounterMode(display=False) as counter:
             step()
         phases = Phases(learner)

@@ -1,4 +1,4 @@
-"""The `sattle` command: train, eval, predict, and the graph commands of `ingest`."""
+"""The `sattle` command: train, predict, and the graph commands of `ingest`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import click
 
 from ingest.cli import info, ingest, sql
+from ingest.errors import IngestError
 from ingest.families import ensure_family_graph
 from sattle_dist import __version__
-from sattle_dist.config import Config, field_type, load_toml, settings
+from sattle_dist.config import Config, UserError, field_type, load_toml, settings
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -36,9 +37,7 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(EXIT_INTERRUPTED)
         try:
             return command(*args, **kwargs)
-        except ValueError as error:
-            if type(error) is ValueError:  # ours are subclasses; a bare one is a defect, and shows its traceback
-                raise
+        except (UserError, IngestError) as error:
             fail(str(error), EXIT_USAGE)
         except TrainingError as error:
             fail(str(error), EXIT_FAILED)

@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be used, said in one line for the user."""
+class UserError(ValueError):
+    """What a user can cause and mend, said in one line: the value, the bound, the remedy."""
+
+
+class ConfigError(UserError):
+    """A setting that cannot be used."""
 
 
 def setting(
@@ -51,10 +55,10 @@ class ModelConfig:
     dim_key: int = setting(32, "Width of a head's queries and keys (d_k).", least=1)
     dim_value: int = setting(50, "Width of a head's values (d_v).", least=1)
     dim_hidden: int = setting(2048, "Width of the feed-forward layer (d_h).", least=1)
-    dropout_input: float = setting(0.4, "Dropout on the two input tokens (do_enc).", least=0, below=1)
-    dropout_attention: float = setting(0.1, "Dropout on the attention weights (do_sdp).", least=0, below=1)
-    dropout_output: float = setting(0.3, "Dropout after the attention (do_mha).", least=0, below=1)
-    dropout_hidden: float = setting(0.2, "Dropout after the feed-forward layer (do_pff).", least=0, below=1)
+    dropout_input: float = setting(0.4, "Dropout on the two input tokens (do_enc).", least=0, most=0.99)
+    dropout_attention: float = setting(0.1, "Dropout on the attention weights (do_sdp).", least=0, most=0.99)
+    dropout_output: float = setting(0.3, "Dropout after the attention (do_mha).", least=0, most=0.99)
+    dropout_hidden: float = setting(0.2, "Dropout after the feed-forward layer (do_pff).", least=0, most=0.99)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ class TrainConfig:
     warmup_epochs: float = setting(1.0, "Epochs of linear warm-up from zero.", least=0)
     decay_factor: float = setting(0.995, "decay: factor per two epochs.", above=0, most=1)
     decay_until: int = setting(1050, "decay: epoch after which the rate stays.", least=0)
-    seed: int = setting(0, "Seed of every random choice.", least=0)
+    seed: int = setting(0, "Seed of every random choice.", least=0, most=2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +110,13 @@ class RunConfig:
     precision: str = setting(
         "float32", "Arithmetic of the matrix products; sums stay in float32.", choices=("float32", "bf16")
     )
-    threads: int = setting(0, "Threads per process [default: cores / processes].", least=0)
+    threads: int = setting(0, "Threads per process [default: cores / processes].", least=0, most=1024)
     score_memory: int = setting(
         0, "MiB for the score buffer of a process [default: 64 on CPU, 1024 on a GPU].", least=0
     )
-    timeout: float = setting(10.0, "Minutes after which a process that waits for a dead or hung one gives up.", above=0)
+    timeout: float = setting(
+        10.0, "Minutes after which a process that waits for a dead or hung one gives up.", above=0, most=1e6
+    )
     save_every: int = setting(10, "Epochs between checkpoints (the last epoch is always saved).", least=1)
 
 
@@ -165,8 +171,10 @@ def to_toml(config: Config) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
+        if any(0xD800 <= ord(c) < 0xE000 for c in value):
+            raise ConfigError(f"{value!r} is not valid UTF-8; use another name")
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
     return repr(value)
 
 
@@ -208,6 +216,8 @@ def check_value(value: Any, kind: type, declared: dataclasses.Field[Any], where:
     bounds = declared.metadata
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where} must be finite, got {value!r}")
+    if isinstance(value, int) and value > (bounds["most"] or 2**31 - 1):
+        raise ConfigError(f"{where} must be at most {bounds['most'] or 2**31 - 1}, got {value!r}")
     if (choices := bounds["choices"]) is not None and value not in choices:
         raise ConfigError(f"{where} must be one of {_list(choices)}, got {value!r}")
     for name, (words, fails) in _BOUNDS.items():

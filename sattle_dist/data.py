@@ -8,6 +8,7 @@ Shapes: B queries on this rank, G = B * world_size with padding, P targets that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,11 +19,12 @@ from torch import Tensor
 from sattle_dist.collectives import Group
 from sattle_dist.graph import Int64s, QueryIndex
 from sattle_dist.loss import ShardTargets
-from sattle_dist.randomness import Permutation
+from sattle_dist.randomness import Permutation, to_device
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import Lookup
 
 STEPS_PER_PLAN = 16
+ALIGNED = 16  # float32 numbers in a cache line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,8 @@ class OwnQueries:
 class Batches:
     """The batches of a split, in an order that is a function of (seed, epoch).
 
-    A global batch is cut into equal parts; where it does not divide (the last batch of an epoch), the last ranks get
-    padding of weight 0, which changes neither the loss nor the batch-norm moments. Every query is trained once an
-    epoch.
+    A global batch is cut into equal parts; where it does not divide, the last ranks get padding of weight 0, which
+    changes neither the loss nor the batch-norm moments. Every query is trained once an epoch.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Batches:
         """Read this rank's part of batch `step`, and pad it."""
         start = step * self.batch_size
         num_queries = min(self.batch_size, len(self.index) - start)
-        size = -(-num_queries // self.group.world_size)
+        size = part_size(num_queries, self.group.world_size)
         own = np.arange(num_queries)[self.group.rank * size : (self.group.rank + 1) * size]
         places = order(start + own)
         padding = (0, size - len(places))
@@ -105,6 +106,16 @@ class Batches:
             target=target.astype(np.int64),
             num_queries=num_queries,
         )
+
+
+def part_size(num_queries: int, world_size: int) -> int:
+    """Say how many queries, with padding, each rank takes of a global batch.
+
+    Large batches are rounded up to whole cache lines of scores: unaligned matrix products take half as long again.
+    """
+    size = -(-num_queries // world_size)
+    whole = ALIGNED // math.gcd(ALIGNED, world_size)
+    return size if size < 4 * ALIGNED else -(-size // whole) * whole
 
 
 def route(steps: list[OwnQueries], sharding: Sharding, group: Group, device: torch.device) -> list[Batch]:
@@ -175,4 +186,4 @@ def exchange(parts: list[list[Int64s]], group: Group) -> list[list[Int64s]]:
 
 
 def _to(array: Int64s, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sattle_dist.data import OwnQueries, route
+from sattle_dist.data import OwnQueries, part_size, route
 from sattle_dist.graph import SPLITS, Graph, Int64s, QueryIndex
 from sattle_dist.learner import Learner
 from sattle_dist.randomness import TIES, philox
@@ -94,7 +94,7 @@ def query_blocks(learner: Learner, index: QueryIndex) -> Iterator[tuple[Int64s, 
 
 def own_part(source: Int64s, relation: Int64s, rank: int, world_size: int) -> OwnQueries:
     """Take a rank's part of a block of queries, padded so that all parts are equal; they bring no targets."""
-    size = -(-len(source) // world_size)
+    size = part_size(len(source), world_size)
     own = slice(rank * size, (rank + 1) * size)
     padding = (0, size - len(source[own]))
     nothing = np.zeros(size, np.int64)

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
+from sattle_dist.config import UserError
+
 FORMAT = "sattle-graph"
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
@@ -19,8 +21,8 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-class GraphError(ValueError):
-    """A graph directory that cannot be used, said in one line for the user."""
+class GraphError(UserError):
+    """A graph directory that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +123,15 @@ class Graph:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read and check the head of manifest.json: a graph of a format version this release knows."""
-    if not path.exists():
-        raise GraphError(f"no graph at {path}; make one with `sattle-ingest triples.tsv --out {path}`")
     file = path / "manifest.json"
-    if not file.is_file():
-        raise GraphError(f"{path} is not a graph directory (it has no manifest.json); make one with sattle-ingest")
     try:
+        if not path.exists():
+            raise GraphError(f"no graph at {path}; make one with `sattle-ingest triples.tsv --out {path}`")
+        if not file.is_file():
+            raise GraphError(f"{path} is not a graph directory (it has no manifest.json); make one with sattle-ingest")
         manifest = json.loads(file.read_text(encoding="utf-8"))
+    except GraphError:
+        raise
     except (OSError, ValueError) as error:
         raise GraphError(f"{file} cannot be read ({error}); ingest the graph again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

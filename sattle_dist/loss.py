@@ -1,4 +1,4 @@
-"""The 1-N losses over one shard of the entity table, without a queries-by-entities matrix of labels or probabilities.
+"""The 1-N losses over one shard of the entity table, without labels, and with scores in a buffer of bounded size.
 
 Scores are x_ji = E_j . q_i + b_j for rows E [S, D], bias b [S] and queries q [G, D]; N entities in all; query i has
 targets T_i and weight w_i (bce, softmax: the number of its targets; kvsall: 1); W = sum_i w_i; e is the smoothing.
@@ -28,9 +28,10 @@ from torch.nn import functional as F
 
 from sattle_dist.collectives import Group
 from sattle_dist.graph import GraphError, Int64s
+from sattle_dist.randomness import to_device
 
 TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
-CACHE_BYTES = 8 << 20  # scores that a CPU's caches hold between the products that write and read them
+CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the products that write and read them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class ShardTargets:
         if (cell[1:] == cell[:-1]).any():
             raise GraphError("a query names the same target twice; the graph is damaged, ingest it again")
         query, row = cell % num_queries, cell // num_queries
-        return cls(query=torch.from_numpy(query).to(device), row=torch.from_numpy(row).to(device))
+        return cls(query=to_device(torch.from_numpy(query), device), row=to_device(torch.from_numpy(row), device))
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(torch.split(self.query, TARGETS_AT_ONCE), torch.split(self.row, TARGETS_AT_ONCE), strict=True)
@@ -110,7 +111,8 @@ class OneToAllLoss:
         for block in self._cut(task, keep=False):
             x = self._score(task, block)
             if report:
-                penalty += F.softplus(x).sum(0)
+                for part in torch.split(x, max(1, CACHE_BYTES // task.row_bytes)):
+                    penalty += F.softplus(part).sum(0)
             gradients.add(block, x.sigmoid_(), task.query_weight * scale)
         gradients.finish(uniform * scale, (1 - self.smoothing) * scale)
         if not report:
@@ -122,22 +124,26 @@ class OneToAllLoss:
         uniform = self.smoothing / self.num_entities
         keep = len(task.rows) * task.row_bytes <= self.budget
         blocks = self._cut(task, keep=keep)
-        tops = [torch.full_like(task.query_weight, -torch.inf)]  # the maximum before the first block, after it, ...
-        total = torch.zeros_like(tops[0])  # sum_j exp(x_ji - top_i)
+        top = torch.full_like(task.query_weight, -torch.inf)
+        total = torch.zeros_like(top)  # sum_j exp(x_ji - top_i) over the blocks so far
+        kept_tops = []
         for block in blocks:
             x = self._score(task, block)
-            tops.append(torch.maximum(tops[-1], x.amax(0)))
-            total *= torch.exp(tops[-2] - tops[-1])
-            total += x.sub_(tops[-1]).exp_().sum(0)
+            new_top = torch.maximum(top, x.amax(0))
+            total *= torch.exp(top - new_top)
+            total += x.sub_(new_top).exp_().sum(0)
+            top = new_top
+            if keep:
+                kept_tops.append(top)
         # Across shards only a maximum and a sum per query travel.
-        shard_tops, totals = self.group.all_gather(torch.stack([tops[-1], total])[None], "softmax").unbind(1)
+        shard_tops, totals = self.group.all_gather(torch.stack([top, total])[None], "softmax").unbind(1)
         global_top = shard_tops.amax(0)
         global_total = (totals * torch.exp(shard_tops - global_top)).sum(0)
 
         weight = task.query_weight * scale
-        for block, top in zip(blocks, tops[1:], strict=True):
-            if keep:  # the block still holds exp(x - top)
-                gradients.add(block, block.x, weight * torch.exp(top - global_top) / global_total)
+        for i, block in enumerate(blocks):
+            if keep:  # the block still holds exp(x - top), with the top of its time
+                gradients.add(block, block.x, weight * torch.exp(kept_tops[i] - global_top) / global_total)
             else:
                 x = self._score(task, block).sub_(global_top + global_total.log())
                 gradients.add(block, x.exp_(), weight)
@@ -225,7 +231,13 @@ class _Gradients:
 def product(a: Tensor, b: Tensor, *, plus: Tensor | None, out: Tensor, dtype: torch.dtype) -> None:
     """Set out = a @ b + plus; the factors are rounded to `dtype`, the sum is in out's own."""
     if dtype != out.dtype:
-        out.copy_(a.to(dtype) @ b.to(dtype)).add_(0 if plus is None else plus)
+        a, b = a.to(dtype), b.to(dtype)
+        if a.is_cuda:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:  # CPUs have no such product; rounded factors multiplied as they are give the same
+            torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+        if plus is not None:
+            out += plus
     elif plus is None:
         torch.mm(a, b, out=out)
     else:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sattle_dist.config import UserError
 from sattle_dist.evaluator import own_part, score_block
 from sattle_dist.graph import SPLITS, Graph
 from sattle_dist.learner import Learner
 
 
-class UnknownLabel(ValueError):
-    """A label the graph does not hold, said in one line for the user."""
+class UnknownLabel(UserError):
+    """A label the graph does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,19 +89,28 @@ def draw_masks(
     for (name, spec), size in zip(specs.items(), sizes, strict=True):
         threshold = round(spec.rate * 65536)  # rates are met to 1/65536, and scaled by what is met
         keep = torch.from_numpy(words[:, column : column + size] >= threshold)
-        keep = keep.to(device, non_blocking=True).view(-1, *spec.shape)
+        keep = to_device(keep, device).view(-1, *spec.shape)
         masks[name] = keep * (65536 / (65536 - threshold))
         column += size
     return masks
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without waiting for a GPU to be ready for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
 def normal_rows(start: int, stop: int, dim: int, std: float, *key: int) -> Tensor:
-    """Draw rows [start, stop) of a table of normal numbers; a row depends on its place and the key alone."""
+    """Draw rows [start, stop) of a table of normal numbers; a row depends on its place and the key alone.
+
+    The key begins with what it is for, ROWS or WEIGHTS. Keys are of one length: numpy takes a shorter one for the same
+    key with zeros behind.
+    """
     rows = np.empty((stop - start, dim), np.float32)
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
         low, high = max(start, first), min(stop, first + ROWS_PER_BLOCK)
-        drawn = np.random.Generator(philox(ROWS, *key, block)).standard_normal((ROWS_PER_BLOCK, dim), np.float32)
+        drawn = np.random.Generator(philox(*key, block)).standard_normal((ROWS_PER_BLOCK, dim), np.float32)
         rows[low - start : high - start] = drawn[low - first : high - first]
     rows *= std
     return torch.from_numpy(rows)

@@ -1,7 +1,7 @@
 """Where an entity lives: the one file that knows entity_id <-> (shard, row).
 
-Shards are contiguous and ceil(N / num_shards) rows each, the last one shorter: the layout torch's DTensor gives to
-`Shard(0)`, so that a table can be saved and loaded as a DTensor at any number of processes.
+Shards are contiguous and ceil(N / num_shards) rows each, the last ones shorter or empty: the layout torch's DTensor
+gives to `Shard(0)`, so that a table can be saved and loaded as a DTensor at any number of processes.
 """
 
 from __future__ import annotations

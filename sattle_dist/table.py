@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sattle_dist.collectives import Group
-from sattle_dist.randomness import normal_rows
+from sattle_dist.randomness import ROWS, normal_rows
 from sattle_dist.sharding import Sharding
 
 
@@ -40,7 +40,7 @@ class ShardedTable(nn.Module):
         self.sharding, self.group = sharding, group
         self.shard = sharding.shard(group.rank)
         std = math.sqrt(2 / (sharding.num_entities + dim))  # Xavier normal
-        self.rows = nn.Parameter(normal_rows(self.shard.start, self.shard.stop, dim, std, seed))
+        self.rows = nn.Parameter(normal_rows(self.shard.start, self.shard.stop, dim, std, ROWS, seed))
         self.bias = nn.Parameter(torch.zeros(len(self.shard)))
 
     def allocate_gradients(self) -> tuple[Tensor, Tensor]:

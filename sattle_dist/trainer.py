@@ -46,8 +46,10 @@ class Trainer:
         self.epoch = self.step = 0
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None  # told (epoch, step) as each step begins
         self.history: list[dict[str, Any]] = []
-        if checkpoint.list_checkpoints(run_dir):
-            self._resume(checkpoint.latest(run_dir))
+        # Rank 0 decides what all resume from: a folder may show later on another machine, or not at all.
+        saved = checkpoint.list_checkpoints(run_dir)
+        if newest := group.share(saved[-1].name if saved else ""):
+            self._resume(run_dir / "checkpoints" / newest)
         num_queries = len(self.batches.index)
         self.progress = Progress(
             total_queries=config.train.epochs * num_queries,

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError
+from sattle_dist.config import Config, ConfigError, UserError
 from sattle_dist.graph import Graph
 from sattle_dist.launch import EXIT_FAILED, run_workers
-from sattle_dist.run import default_run_dir, prepare_run_dir
+from sattle_dist.run import default_run_dir, lock_run_dir, prepare_run_dir
 from sattle_dist.runtime import (
     EXIT_LOST_PEER,
     Place,
@@ -45,7 +45,7 @@ def start(config: Config) -> int:
         config = config.override({"graph": str(graph.path), "nproc": nproc}, "command line")
         if place.world_size > 1 or nproc == 1:
             return work(config, graph)
-        run_dir = Path(config.run.out or default_run_dir(graph))
+        run_dir = Path(config.run.out or default_run_dir(graph)).absolute()
         config = config.override({"out": str(run_dir)}, "command line")
         prepare_run_dir(run_dir, config, graph)
         # The workers read the very config that was checked and written here.
@@ -73,7 +73,7 @@ def work(config: Config, graph: Graph) -> int:
     try:
         with joined(config.run) as (group, device):
             require_same_everywhere(config, graph.checksum, group)
-            config = agree_on_run_dir(config, graph, group)
+            config, lock = agree_on_run_dir(config, graph, group)
             trainer = Trainer(config, graph, Path(config.run.out), group, device)
             trainer.on_step = steps.note
             if group.rank == 0:
@@ -82,6 +82,7 @@ def work(config: Config, graph: Graph) -> int:
             if group.rank == 0:
                 summarise(test, config)
             group.barrier()  # nobody leaves while another still needs it
+            del lock
     except Exception as error:
         if is_for_the_user(error):
             raise
@@ -110,7 +111,7 @@ class Steps:
 
 def is_for_the_user(error: Exception) -> bool:
     """Tell whether an error is one of ours, said in one line, which the command shows as such."""
-    return isinstance(error, TrainingError) or (isinstance(error, ValueError) and type(error) is not ValueError)
+    return isinstance(error, (TrainingError, UserError))
 
 
 def lack_of_resources(error: Exception) -> str:
@@ -143,19 +144,20 @@ def explain(error: Exception, steps: Steps, timeout: float) -> int:
     return EXIT_FAILED
 
 
-def agree_on_run_dir(config: Config, graph: Graph, group: Group) -> Config:
-    """Let rank 0 choose and prepare the run directory; all learn it, or all fail with its error."""
-    run_dir, problem = "", ""
+def agree_on_run_dir(config: Config, graph: Graph, group: Group) -> tuple[Config, object]:
+    """Let rank 0 choose, prepare and lock the run directory; all learn it, or all fail with its error."""
+    run_dir, problem, lock = "", "", None
     if group.rank == 0:
-        run_dir = config.run.out or str(default_run_dir(graph))
+        run_dir = str(Path(config.run.out or default_run_dir(graph)).absolute())
         try:
             prepare_run_dir(Path(run_dir), config.override({"out": run_dir}, "command line"), graph)
-        except ValueError as error:
+            lock = lock_run_dir(Path(run_dir))
+        except UserError as error:
             problem = str(error)
     run_dir, problem = group.share((run_dir, problem))
     if problem:
         raise ConfigError(problem)
-    return config.override({"out": run_dir}, "command line")
+    return config.override({"out": run_dir}, "command line"), lock
 
 
 def describe(trainer: Trainer) -> None:

@@ -76,6 +76,41 @@ def test_checkpoints_are_safetensors_and_few(path: Path, tmp_path: Path) -> None
         assert {file.suffix for file in folder.iterdir()} == {".safetensors", ".json"}
 
 
+def test_a_missing_shard_is_noticed(path: Path, tmp_path: Path) -> None:
+    """torch would leave the rows of a missing file as they were drawn."""
+    run_processes(2, train, path, tmp_path / "run", 2)
+    folder = checkpoint.latest(tmp_path / "run")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) == 2
+    for shard in shards:
+        whole = shard.read_bytes()
+        shard.unlink()
+        assert f"{shard.name} is missing" in run_processes(1, load_same, path, folder)[0]
+        shard.write_bytes(whole[:-1])
+        assert f"{shard.name} is missing or has another size" in run_processes(1, load_same, path, folder)[0]
+        shard.write_bytes(whole)
+    assert run_processes(1, load_same, path, folder) == ["loaded"]
+
+
+def load_same(group: Group, path: Path, folder: Path) -> str:
+    trainer = Trainer(config_for(2), Graph.open(path), folder.parent / "x", group, CPU)
+    try:
+        checkpoint.load(trainer.learner, folder, with_optimizer=True)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_an_empty_shard_is_saved_and_loaded(tmp_path: Path) -> None:
+    """5 entities over 4 processes: the last has no rows."""
+    splits = {"train": [(0, 0, 1), (1, 0, 2), (3, 0, 4), (4, 0, 0)]}
+    path = write_graph(tmp_path / "g", splits, num_entities=5, num_relations=1)
+    trained = run_processes(4, train, path, tmp_path / "run", 2)
+    resumed = run_processes(1, train, path, tmp_path / "run", 2)[0]
+    assert resumed["first"] == 2
+    assert torch.equal(torch.cat([r["rows"] for r in trained]), resumed["rows"])
+
+
 def load_wrong(group: Group, path: Path, folder: Path) -> str:
     trainer = Trainer(make_config("softmax", "twomult", dim=8), Graph.open(path), folder.parent / "x", group, CPU)
     with pytest.raises(checkpoint.CheckpointError) as caught:

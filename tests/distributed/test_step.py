@@ -29,8 +29,7 @@ CASES = list(itertools.product(("bce", "kvsall", "softmax"), ("twomult", "tucker
 
 def make_config(loss: str, decoder: str, **more: Any) -> Config:
     small = {"dim": 9, "num_heads": 4, "dim_key": 5, "dim_value": 3, "dim_hidden": 8, "batch_size": BATCH, "seed": 3}
-    smoothing = 0.0 if loss == "softmax" else 0.1
-    settings = {**small, "loss": loss, "decoder": decoder, "label_smoothing": smoothing, **more}
+    settings = {**small, "loss": loss, "decoder": decoder, "label_smoothing": 0.1, **more}
     return Config().override(settings, "test")
 
 
@@ -71,6 +70,8 @@ def step_everywhere(group: Group, path: Path) -> list[dict[str, Any]]:
     results = []
     for loss, decoder in CASES:
         learner, batches = make_learner(make_config(loss, decoder), Graph.open(path), group)
+        if decoder == "tucker":
+            learner.loss.budget = 1000  # a few rows at a time; softmax then needs a second pass
         for step, batch in enumerate(batches.epoch(0)):
             value = learner.step(batch, 0, step, rate=0.0, report=True)
             results.append(
@@ -162,13 +163,13 @@ def close(ours: torch.Tensor, want: torch.Tensor, where: str) -> None:
     torch.testing.assert_close(ours.double(), want, rtol=1e-3, atol=1e-5 * scale + 1e-9, msg=lambda m: f"{where}: {m}")
 
 
-def train_steps(group: Group, path: Path, loss: str, decoder: str) -> dict[str, Any]:
-    config = make_config(loss, decoder, batch_size=29)
+def train_steps(group: Group, path: Path, loss: str, decoder: str, batch_size: int) -> dict[str, Any]:
+    config = make_config(loss, decoder, batch_size=batch_size)
     learner, batches = make_learner(config, Graph.open(path), group)
     losses: list[float] = []
     for epoch in itertools.count():
         for step, batch in enumerate(batches.epoch(epoch)):
-            value = learner.step(batch, epoch, step, rate=0.003, report=True)
+            value = learner.step(batch, epoch, step, rate=0.01, report=True)
             losses.append(group.all_reduce(value, "loss").item())
         if len(losses) >= 50:
             break
@@ -181,14 +182,17 @@ def train_steps(group: Group, path: Path, loss: str, decoder: str) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(("loss", "decoder"), [("softmax", "twomult"), ("bce", "tucker")])
-def test_fifty_steps_agree(loss: str, decoder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "decoder", "batch_size"),
+    [("softmax", "twomult", 29), ("bce", "tucker", 150)],  # 150 queries are 160 with padding, or 2 x 80, 3 x 50, 4 x 38
+)
+def test_fifty_steps_agree(loss: str, decoder: str, batch_size: int, tmp_path: Path) -> None:
     """Losses and parameters after 50 steps with dropout: 1 to 4 processes agree to 1e-4 of each tensor's size."""
     splits = random_splits(1, num_entities=N, num_relations=R, num_triples=300)
     path = write_graph(tmp_path / "g", splits, num_entities=N, num_relations=R)
-    runs = {w: run_processes(w, train_steps, path, loss, decoder) for w in (1, 2, 3, 4)}
+    runs = {w: run_processes(w, train_steps, path, loss, decoder, batch_size) for w in (1, 2, 3, 4)}
     single = runs[1][0]
-    assert single["losses"][-1] < single["losses"][0]
+    assert np.mean(single["losses"][-15:]) < np.mean(single["losses"][:15])  # it learns something
     for ranks in runs.values():
         np.testing.assert_allclose(ranks[0]["losses"], single["losses"], rtol=1e-4)
         for name in ("rows", "bias"):

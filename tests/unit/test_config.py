@@ -24,7 +24,7 @@ def test_layers_override_each_other(tmp_path: Path) -> None:
 
 
 def test_written_config_reads_back(tmp_path: Path) -> None:
-    config = Config().override({"graph": 'a "b"\\c\n', "learning_rate": 1e-05, "dim": 7}, "test")
+    config = Config().override({"graph": 'a "b"\\c\n\U0010ffff', "learning_rate": 1e-05, "dim": 7}, "test")
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
     assert load_toml(file, Config()) == config
@@ -42,7 +42,9 @@ def test_written_config_reads_back(tmp_path: Path) -> None:
         ("[model]\ndim = 3.5", r"c.toml: dim must be a whole number, got 3.5"),
         ("[model]\ndim = true", r"c.toml: dim must be a whole number, got True"),
         ("[model]\ndim = '3'", r"c.toml: dim must be a whole number, got '3'"),
-        ("[model]\ndropout_input = 1", r"c.toml: dropout_input must be less than 1, got 1.0"),
+        ("[model]\ndropout_input = 1", r"c.toml: dropout_input must be at most 0.99, got 1.0"),
+        ("[train]\nlabel_smoothing = 1", r"c.toml: label_smoothing must be less than 1, got 1.0"),
+        ("[model]\ndim = 99999999999", r"c.toml: dim must be at most 2147483647, got 99999999999"),
         ("[model]\ndecoder = 'x'", r"c.toml: decoder must be one of twomult, twomult-source, tucker, got 'x'"),
         ("[train]\nlearning_rate = 0", r"c.toml: learning_rate must be greater than 0, got 0.0"),
         ("[train]\nlearning_rate = nan", r"c.toml: learning_rate must be finite, got nan"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sattle_dist.randomness import MaskSpec, Permutation, draw_masks, normal_rows
+from sattle_dist.randomness import ROWS, WEIGHTS, MaskSpec, Permutation, draw_masks, normal_rows
 
 CPU = torch.device("cpu")
 
@@ -66,9 +66,11 @@ def test_masks_have_their_rate_and_mean_one() -> None:
 
 
 def test_rows_depend_on_their_place_alone() -> None:
-    whole = normal_rows(0, 3000, 3, 0.5, 11)
+    whole = normal_rows(0, 3000, 3, 0.5, ROWS, 11)
     for start, stop in ((0, 1), (1023, 1025), (1024, 2048), (2999, 3000), (7, 7)):
-        assert torch.equal(normal_rows(start, stop, 3, 0.5, 11), whole[start:stop])
+        assert torch.equal(normal_rows(start, stop, 3, 0.5, ROWS, 11), whole[start:stop])
     assert abs(whole.mean()) < 0.02
     assert abs(whole.std() - 0.5) < 0.01
-    assert not torch.equal(normal_rows(0, 3, 3, 0.5, 12), whole[:3])
+    assert not torch.equal(normal_rows(0, 3, 3, 0.5, ROWS, 12), whole[:3])
+    for seed in range(6):  # no seed makes two uses share numbers
+        assert not torch.equal(normal_rows(0, 3, 3, 1.0, ROWS, seed), normal_rows(0, 3, 3, 1.0, WEIGHTS, seed))
