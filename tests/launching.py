@@ -131,7 +131,6 @@ def descendants(pid: int) -> list[int]:
 WAYS = {
     "1 process, torchrun": [*TORCHRUN, TRAIN, "--nproc", "1"],
     "4 processes, torchrun": [*TORCHRUN, TRAIN, "--nproc", "4"],
-    "2 processes, torchrun's own": [*TORCHRUN, "--nproc-per-node", "2", TRAIN],
     "2 processes, sattle": [*SATTLE, "--nproc", "2"],
 }
 _folder = functools.cache(lambda: tempfile.TemporaryDirectory(prefix="sattle_test_"))
