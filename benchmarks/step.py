@@ -145,7 +145,7 @@ def render(result: dict[str, Any]) -> str:
         "# One training step",
         "",
         f"FB15k-237, TwoMult, d=100, 64 heads, dropout on; {TRIPLES_PER_BATCH} triples a dense step,"
-        f" {ours['batch_size']} queries a step of ours (563 queries hold as many triples), the same triples in an epoch;"
+        f" {ours['batch_size']} queries a step of ours (563 queries hold as many triples), the same triples an epoch;"
         f" our loss: {result['loss']}, its value formed every tenth step."
         f" Medians of {len(result['ours'])} rounds.",
         "",
