@@ -21,7 +21,7 @@ from sattle_dist.collectives import Group
 TIMEOUT = 60.0
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["sattle_dist.trainer", "tests.processes"])  # imported once, not by every process
+_context.set_forkserver_preload(["torch", "torch.distributed", "tests.processes"])
 
 
 def run_processes(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
