@@ -16,6 +16,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["SATTLE_LAUNCHER_PID"] = str(os.getppid())
 
-    from sattle_dist.cli import train
+    from sattle_dist.commands.train import train
 
     train(prog_name="train.py")

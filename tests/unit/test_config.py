@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sattle_dist.cli import recipe_names, resolve_config
+from sattle_dist.commands.train import recipe_names, resolve_config
 from sattle_dist.config import Config, ConfigError, load_toml, settings, to_toml
 
 

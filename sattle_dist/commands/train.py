@@ -1,0 +1,79 @@
+"""`sattle train`: one option per setting, layered over recipes and TOML files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ingest.families import ensure_family_graph
+from sattle_dist.commands.errors import one_line_errors
+from sattle_dist.config import Config, field_type, load_toml, settings
+
+
+def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add one option per setting of Config, `--learning-rate` for learning_rate."""
+    for section, declared in reversed(settings()):
+        bounds = declared.metadata
+        kind: Any = click.Choice(bounds["choices"]) if bounds["choices"] else field_type(section, declared.name)
+        text = bounds["help"]
+        if "[default" not in text:
+            text += f"  [default: {declared.default}]"
+        option = f"--{declared.name.replace('_', '-')}"
+        command = click.option(option, declared.name, type=kind, default=None, help=text)(command)
+    return command
+
+
+def recipe_names() -> list[str]:
+    """List the recipes shipped with the package."""
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in resources.files("sattle_dist").joinpath("recipes").iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def resolve_config(recipe: str | None, file: Path | None, given: dict[str, Any]) -> Config:
+    """Layer the settings: defaults, recipe, TOML file, command line."""
+    config = Config()
+    if recipe:
+        with resources.as_file(resources.files("sattle_dist") / "recipes" / f"{recipe}.toml") as path:
+            config = load_toml(path, config)
+    if file:
+        config = load_toml(file, config)
+    return config.override(given, "command line")
+
+
+@click.command()
+@click.option("--recipe", type=click.Choice(recipe_names()), help="Settings shipped with the package.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings in a TOML file.")
+@setting_options
+@one_line_errors
+def train(recipe: str | None, file: Path | None, **options: Any) -> None:
+    """Train a graph, then evaluate it.
+
+    Settings come from the defaults, a recipe, a TOML file and the command line, each over the one before. Without a
+    graph, the built-in family graph is trained with its own recipe.
+
+    \b
+      sattle train                                      the built-in graph
+      sattle train --graph my.graph --nproc 4           four processes on this machine
+      torchrun --nproc-per-node 4 launchers/train.py    the same through torchrun, also over many machines
+
+    A run directory that already holds this run is resumed from its last checkpoint.
+    """
+    from sattle_dist import training
+    from sattle_dist.precision import usable_precision
+    from sattle_dist.runtime import end_process
+
+    given = {name: value for name, value in options.items() if value is not None}
+    config = resolve_config(recipe, file, given)
+    if not config.run.graph:
+        config = resolve_config(recipe or "families", file, given).override(
+            {"graph": str(ensure_family_graph())}, "built-in graph"
+        )
+    precision = usable_precision(config.run.precision, config.run.device)
+    end_process(training.start(config.override({"precision": precision}, "command line")))
