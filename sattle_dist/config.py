@@ -22,6 +22,10 @@ class UserError(ValueError):
     """What a user can cause and mend, said in one line: the value, the bound, the remedy."""
 
 
+class StoppedError(RuntimeError):
+    """Work that had to stop, said in one line for the user."""
+
+
 class ConfigError(UserError):
     """A setting that cannot be used."""
 

@@ -29,16 +29,19 @@ EXIT_USAGE = 2
 SHUTDOWN_SECONDS = 5  # for a process that is told to end; then it is killed
 
 
-def run_workers(arguments: list[str], nproc: int) -> int:
-    """Run `sattle ARGUMENTS` in nproc processes and wait for them; return the exit code to end with."""
+def run_workers(arguments: list[str], nproc: int, *, at_first: str, hint: str = "") -> int:
+    """Run `sattle ARGUMENTS` in nproc processes and wait for them; return the exit code to end with.
+
+    Where they do not end well, `at_first` says where a process was that had noted no step, and `hint` how to go on.
+    """
     if under_launcher():
         end_with_parent()
     leave_torchrun()
     end_workers_soon()
     silence_torch()
-    again = f"`sattle {' '.join(arguments)} --nproc {nproc}` continues from the last checkpoint"
+    hint = f"; {hint}" if hint else ""
     with tempfile.TemporaryDirectory(prefix="sattle_") as folder:
-        whereabouts = Whereabouts(Path(folder) / "whereabouts")
+        whereabouts = Whereabouts(Path(folder) / "whereabouts", at_first)
         whereabouts.path.touch()
         os.environ |= {LAUNCHER_PID: str(os.getpid()), WHEREABOUTS: str(whereabouts.path)}
         config = LaunchConfig(
@@ -57,12 +60,12 @@ def run_workers(arguments: list[str], nproc: int) -> int:
             elastic_launch(config, sys.executable)("-m", "sattle_dist.cli", *arguments)
         except SignalException as stop:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C changes nothing any more
-            say(f"\nstopped by {stop.sigval.name}; all processes have ended; {again}")
+            say(f"\nstopped by {stop.sigval.name}; all processes have ended{hint}")
             return 128 + stop.sigval
         except ChildFailedError as failed:
             code, message = explain(failed.failures, whereabouts)
             if message:
-                say(f"error: {message}; {again}")
+                say(f"error: {message}{hint}")
             return code
     return 0
 

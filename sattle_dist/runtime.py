@@ -206,8 +206,8 @@ class Whereabouts:
 
     _place = struct.Struct("=qq")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, at_first: str = "before the first step") -> None:
+        self.path, self.at_first = path, at_first
 
     @classmethod
     def from_environment(cls) -> Whereabouts | None:
@@ -227,4 +227,4 @@ class Whereabouts:
         size = self._place.size
         noted = self.path.read_bytes()[local_rank * size :][:size]
         epoch, step = self._place.unpack(noted) if len(noted) == size else (0, 0)
-        return f"in epoch {epoch}, step {step}" if epoch else "before the first step"
+        return f"in epoch {epoch}, step {step}" if epoch else self.at_first

@@ -13,7 +13,7 @@ import torch
 
 from sattle_dist import checkpoint
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config
+from sattle_dist.config import Config, StoppedError
 from sattle_dist.data import Batches
 from sattle_dist.evaluator import evaluate, metrics
 from sattle_dist.graph import Graph
@@ -24,7 +24,7 @@ from sattle_dist.schedule import learning_rate
 REPORT_EVERY = 10  # steps; the loss is formed, and the device waited for, at these steps and at an epoch's last
 
 
-class TrainingError(RuntimeError):
+class TrainingError(StoppedError):
     """A run that had to stop, said in one line for the user."""
 
 

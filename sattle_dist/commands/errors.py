@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from ingest.errors import IngestError
-from sattle_dist.config import UserError
+from sattle_dist.config import StoppedError, UserError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -25,15 +26,15 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            from sattle_dist.trainer import TrainingError
-        except KeyboardInterrupt:  # torch takes seconds to import
+            importlib.import_module("torch")  # which takes seconds
+        except KeyboardInterrupt:
             click.echo("error: interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
         try:
             return command(*args, **kwargs)
         except (UserError, IngestError) as error:
             fail(str(error), EXIT_USAGE)
-        except TrainingError as error:
+        except StoppedError as error:
             fail(str(error), EXIT_FAILED)
         except KeyboardInterrupt:
             fail("interrupted", EXIT_INTERRUPTED)

@@ -11,19 +11,14 @@ import click
 
 from ingest.families import ensure_family_graph
 from sattle_dist.commands.errors import one_line_errors
-from sattle_dist.config import Config, field_type, load_toml, settings
+from sattle_dist.commands.options import setting_option
+from sattle_dist.config import Config, load_toml, settings
 
 
 def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add one option per setting of Config, `--learning-rate` for learning_rate."""
-    for section, declared in reversed(settings()):
-        bounds = declared.metadata
-        kind: Any = click.Choice(bounds["choices"]) if bounds["choices"] else field_type(section, declared.name)
-        text = bounds["help"]
-        if "[default" not in text:
-            text += f"  [default: {declared.default}]"
-        option = f"--{declared.name.replace('_', '-')}"
-        command = click.option(option, declared.name, type=kind, default=None, help=text)(command)
+    for _, declared in reversed(settings()):
+        command = setting_option(declared.name, with_default=False)(command)
     return command
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from sattle_dist import launch, training
+from sattle_dist import jobs, launch
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
 from sattle_dist.runtime import EXIT_LOST_PEER, WHEREABOUTS, Whereabouts, require_same_everywhere
@@ -170,12 +170,12 @@ def test_a_worker_says_where_it_was_stopped(
     if launched_by_us:
         (tmp_path / "whereabouts").touch()
         monkeypatch.setenv(WHEREABOUTS, str(tmp_path / "whereabouts"))
-    steps = training.Steps()
+    steps = jobs.Steps("before the first step")
     steps.note(0, 7)
     try:
         raise error
     except Exception as raised:
-        got = training.explain(raised, steps, 3.0)
+        got = jobs.explain(raised, steps, 3.0)
     assert got == code
     silent = launched_by_us and code == EXIT_LOST_PEER  # our launcher saw the death itself
     err = capsys.readouterr().err
@@ -185,11 +185,11 @@ def test_a_worker_says_where_it_was_stopped(
 def test_lack_of_resources_is_said_in_words() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**60, dtype=torch.uint8)
-    assert training.lack_of_resources(refused.value).startswith("out of memory; lower --batch-size")
+    assert jobs.lack_of_resources(refused.value, "buy some") == "out of memory; buy some"
     with pytest.raises(OSError, match="no-such-file") as missing:
         Path("no-such-file").read_text()
-    assert "No such file" in training.lack_of_resources(missing.value)
-    assert training.lack_of_resources(RuntimeError("a defect")) == ""
+    assert "No such file" in jobs.lack_of_resources(missing.value, "")
+    assert jobs.lack_of_resources(RuntimeError("a defect"), "") == ""
 
 
 DIFFERING: list[tuple[dict[str, Any], str, str]] = [
