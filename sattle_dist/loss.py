@@ -8,7 +8,7 @@ targets T_i and weight w_i (bce, softmax: the number of its targets; kvsall: 1);
     softmax       sum_i [w_i logsumexp_j x_ji     - u w_i sum_j x_ji - (1 - e) sum_{t in T_i} x_ti] / W
                   with u = e / N, as torch's cross_entropy has it
 
-Loss and gradients are formed together, block of rows by block of rows, in one reused buffer: sigmoid or exp overwrites
+Loss and gradients are formed together, block of rows by block of rows, in one reused buffer: sigmoid or exp2 overwrites
 the scores, then two products give the gradients of E and q. Weights are multiplied into q, never into the block; the
 targets and the term with u are added apart, sparse and in closed form. `dense_loss` is the same in plain torch, for
 tests.
@@ -18,6 +18,7 @@ Shapes: G queries of the global batch, S rows of this shard, D dim, P targets in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from sattle_dist.randomness import to_device
 
 TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
 CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the products that write and read them
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class OneToAllLoss:
         uniform = 1 / self.num_entities if self.smoothing else 0.0
         penalty = torch.zeros_like(task.query_weight, dtype=torch.float64)
         for block in self._cut(task, keep=False):
-            x = self._score(task, block)
+            x = self._score(task, block, task.query)
             if report:
                 for part in torch.split(x, max(1, CACHE_BYTES // task.row_bytes)):
                     penalty += F.softplus(part).sum(0)
@@ -124,33 +126,36 @@ class OneToAllLoss:
         uniform = self.smoothing / self.num_entities
         keep = len(task.rows) * task.row_bytes <= self.budget
         blocks = self._cut(task, keep=keep)
+        # Powers of two: e^x = 2^(x log2 e). On a CPU torch's exp2 is three times as fast as its exp, and does not get
+        # thirty times slower where it underflows.
+        query, unit = task.query * LOG2_E, LOG2_E
         top = torch.full_like(task.query_weight, -torch.inf)
-        total = torch.zeros_like(top)  # sum_j exp(x_ji - top_i) over the blocks so far
+        total = torch.zeros_like(top)  # sum_j 2^(x_ji - top_i) over the blocks so far
         kept_tops = []
         for block in blocks:
-            x = self._score(task, block)
+            x = self._score(task, block, query, unit)
             new_top = torch.maximum(top, x.amax(0))
-            total *= torch.exp(top - new_top)
-            total += x.sub_(new_top).exp_().sum(0)
+            total *= torch.exp2(top - new_top)
+            total += x.sub_(new_top).exp2_().sum(0)
             top = new_top
             if keep:
                 kept_tops.append(top)
         # Across shards only a maximum and a sum per query travel.
         shard_tops, totals = self.group.all_gather(torch.stack([top, total])[None], "softmax").unbind(1)
         global_top = shard_tops.amax(0)
-        global_total = (totals * torch.exp(shard_tops - global_top)).sum(0)
+        global_total = (totals * torch.exp2(shard_tops - global_top)).sum(0)
 
         weight = task.query_weight * scale
         for i, block in enumerate(blocks):
-            if keep:  # the block still holds exp(x - top), with the top of its time
-                gradients.add(block, block.x, weight * torch.exp(kept_tops[i] - global_top) / global_total)
+            if keep:  # the block still holds 2^(x - top), with the top of its time
+                gradients.add(block, block.x, weight * torch.exp2(kept_tops[i] - global_top) / global_total)
             else:
-                x = self._score(task, block).sub_(global_top + global_total.log())
-                gradients.add(block, x.exp_(), weight)
+                x = self._score(task, block, query, unit).sub_(global_top + global_total.log2())
+                gradients.add(block, x.exp2_(), weight)
         gradients.finish(uniform * scale, (1 - self.smoothing) * scale)
         if not report:
             return None
-        log_sum = (global_top.double() + global_total.double().log()) @ task.query_weight.double()
+        log_sum = (global_top.double() + global_total.double().log2()) @ task.query_weight.double() / LOG2_E
         share = len(task.rows) / self.num_entities  # the logsumexp is global: each shard counts a share of it
         return (log_sum * share - self._rewards(task, uniform)) * scale
 
@@ -181,10 +186,10 @@ class OneToAllLoss:
             blocks.append(_Block(rows=slice(start, stop), x=x))
         return blocks
 
-    def _score(self, task: ShardTask, block: _Block) -> Tensor:
-        """Fill a block with its scores."""
-        rows, bias = task.rows[block.rows], task.bias[block.rows, None]
-        product(rows, task.query.T, plus=bias, out=block.x, dtype=self.product_dtype)
+    def _score(self, task: ShardTask, block: _Block, query: Tensor, unit: float = 1.0) -> Tensor:
+        """Fill a block with its scores, times `unit` where the queries have been multiplied by it."""
+        rows, bias = task.rows[block.rows], task.bias[block.rows, None] * unit
+        product(rows, query.T, plus=bias, out=block.x, dtype=self.product_dtype)
         return block.x
 
 
