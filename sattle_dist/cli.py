@@ -8,6 +8,7 @@ import click
 
 from ingest.cli import info, ingest, sql
 from sattle_dist import __version__
+from sattle_dist.commands.eval import evaluate
 from sattle_dist.commands.predict import predict
 from sattle_dist.commands.train import train
 
@@ -18,7 +19,7 @@ def main() -> None:
     """Train link-prediction embeddings of knowledge graphs, exactly, on all the processors there are."""
 
 
-for command in (ingest, info, sql, train, predict):
+for command in (ingest, info, sql, train, evaluate, predict):
     main.add_command(command)
 
 

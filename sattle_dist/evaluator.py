@@ -3,17 +3,18 @@
 The *position* of a true target is one more than the number of candidates that score above it. Candidates of equal score
 are ties, and the tie rule says how many of them stand before it: `random` draws the number uniformly (seeded), `mean`
 takes half of them, `optimistic` none, `pessimistic` all. Candidates are all entities but the known targets of the query
-in any split (the true target apart). A score that is not a number counts as above: a diverged model ranks last.
+in any split (the true target apart); in a raw ranking, all entities. A score that is not a number counts as above: a
+diverged model ranks last.
 
-A true target's score is read from the same matrix product as its competitors'; scored apart it could differ in the last
-bit, and fake or hide a tie.
+Every distinct query is encoded and scored once, whatever the number of its targets. Known targets are read from the
+graph's mapped index, for some queries at a time.
 
-Shapes: G queries of a block, S rows of this shard, P (query, target) pairs of a block.
+Shapes: G queries of a block, D dim, S rows of this shard, P (query, target) pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,75 +22,125 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sattle_dist.counting import Counter, Pairs, Sizes
 from sattle_dist.data import OwnQueries, part_size, route
-from sattle_dist.graph import SPLITS, Graph, Int64s, QueryIndex
+from sattle_dist.graph import SPLITS, Graph, Int64s, QueryIndex, concatenated_ranges
 from sattle_dist.learner import Learner
+from sattle_dist.metrics import metrics
 from sattle_dist.randomness import TIES, philox
 
-MAX_QUERIES_PER_BLOCK = 4096
+__all__ = ["Positions", "break_ties", "evaluate", "metrics", "own_part", "score_block"]
+
+MAX_QUERIES_PER_BLOCK = 1024  # encoded together
+TARGETS_AT_ONCE = 1 << 20  # true and known targets of the queries that are counted together, or those of one query
 
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """The position of every (query, target) pair of a split; equal on all ranks."""
+    """The position of every (query, target) pair of a split, in the order of its index; equal on all ranks."""
 
     source: Int64s  # [pairs]
     relation: Int64s  # [pairs] inverse queries have relations from num_relations on
     target: Int64s  # [pairs]
     position: npt.NDArray[np.float64]  # [pairs] 1-based
+    candidates: Int64s  # [pairs] how many entities the target is ranked among, itself included
+
+    def __len__(self) -> int:
+        return len(self.position)
 
 
-def metrics(position: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Give MRR and Hits@k of positions."""
-    if not len(position):
-        return {}
-    hits = {f"hits@{k}": float((position <= k).mean()) for k in (1, 3, 10)}
-    return {"mrr": float((1 / position).mean()), **hits}
+def evaluate(
+    learner: Learner,
+    graph: Graph,
+    split: str,
+    ties: str,
+    seed: int,
+    *,
+    filtered: bool = True,
+    on_queries: Callable[[int], None] = lambda number: None,
+) -> Positions:
+    """Rank every true target of a split in both directions. Every rank must call it.
 
-
-def evaluate(learner: Learner, graph: Graph, split: str, ties: str, seed: int) -> Positions:
-    """Rank every true target of a split in both directions. Every rank must call it."""
+    `on_queries` is told the number of distinct queries as they are done.
+    """
     index = graph.index(split)
-    filters = [graph.index(name) for name in SPLITS]
-    above, equal, pairs = [], [], []
-    for keys, queries in query_blocks(learner, index):
-        scores = score_block(learner, queries)  # [G, S]
-        num_targets, target = index.known_targets(keys)
-        query = np.repeat(np.arange(len(keys)), num_targets)
-        pairs.append((keys[query], target.astype(np.int64)))
-        block_above, block_equal = count_block(learner, scores, keys, query, pairs[-1][1], filters)
-        above.append(block_above)
-        equal.append(block_equal)
-    if not pairs:
-        nothing = np.empty(0, np.int64)
-        return Positions(source=nothing, relation=nothing, target=nothing, position=np.empty(0))
-    keys = np.concatenate([key for key, _ in pairs])
-    targets = np.concatenate([block_targets for _, block_targets in pairs])
-    source, relation = index.split_keys(keys)
-    position = break_ties(np.concatenate(above), np.concatenate(equal), ties, seed)
-    return Positions(source=source, relation=relation, target=targets, position=position)
+    filters = [graph.index(name) for name in SPLITS] if filtered else []
+    table = learner.table
+    sizes = Sizes.within(learner.loss.budget, learner.sharding.rows_per_shard, learner.device)
+    counter = Counter(table.rows.detach(), table.bias.detach(), table.shard, sizes, learner.group)
+    above, equal, candidates = (np.empty(len(index.targets), np.int64) for _ in range(3))
+    for places in query_blocks(index):
+        keys = index.queries[places]
+        vectors = encode_block(learner, *index.split_keys(keys))  # [G, D], padding last
+        for part in parts_of_block(index, places, filters, sizes.num_queries):
+            pairs, num_known = read_pairs(index, places[part], filters)
+            at_most, below, is_number = counter.count(vectors[part], pairs)
+            rivals = np.repeat(graph.num_entities - num_known, pairs.num_targets)
+            if not filtered:  # the true target was counted as at most as high as itself
+                rivals, at_most = rivals - 1, at_most - is_number
+            pair = concatenated_ranges(index.offsets[places[part]], pairs.num_targets)
+            above[pair], equal[pair], candidates[pair] = rivals - at_most, at_most - below, rivals + 1
+        on_queries(len(places))
+    source, relation = index.split_keys(np.repeat(index.queries, np.diff(index.offsets)))
+    return Positions(
+        source=source,
+        relation=relation,
+        target=index.targets.astype(np.int64),
+        position=break_ties(above, equal, ties, seed),
+        candidates=candidates,
+    )
 
 
 def break_ties(above: Int64s, equal: Int64s, rule: str, seed: int) -> npt.NDArray[np.float64]:
-    """Turn counts of candidates above and equal into positions, by the tie rule."""
-    uniform = np.random.Generator(philox(TIES, seed)).random(len(equal))
-    before = {
-        "random": np.floor(uniform * (equal + 1)),
-        "mean": equal / 2,
-        "optimistic": np.zeros(len(equal)),
-        "pessimistic": equal.astype(np.float64),
-    }
-    position: npt.NDArray[np.float64] = 1 + above + before[rule]
-    return position
+    """Turn counts of candidates above and equal into positions, by the tie rule.
+
+    A random draw belongs to the pair's place in the split, so it depends on no process and no block.
+    """
+    if rule == "random":
+        uniform = np.random.Generator(philox(TIES, seed)).random(len(equal))
+        before: npt.NDArray[np.float64] = np.floor(uniform * (equal + 1))
+        return 1.0 + above + before
+    share = {"mean": 0.5, "optimistic": 0.0, "pessimistic": 1.0}[rule]
+    return 1.0 + above + share * equal
 
 
-def query_blocks(learner: Learner, index: QueryIndex) -> Iterator[tuple[Int64s, OwnQueries]]:
-    """Cut a split's queries into blocks whose scores fit the budget; give the keys and this rank's part of each."""
-    group, rows = learner.group, learner.sharding.rows_per_shard
-    size = min(MAX_QUERIES_PER_BLOCK, max(1, learner.loss.budget // (4 * rows)))
-    for start in range(0, len(index), size):
-        keys = np.asarray(index.queries[start : start + size])
-        yield keys, own_part(*index.split_keys(keys), group.rank, group.world_size)
+def query_blocks(index: QueryIndex) -> Iterator[Int64s]:
+    """Cut a split's queries into blocks that are encoded together; give their places, those of many targets first."""
+    for start in range(0, len(index), MAX_QUERIES_PER_BLOCK):
+        stop = min(start + MAX_QUERIES_PER_BLOCK, len(index))
+        num_targets = np.diff(index.offsets[start : stop + 1])
+        yield start + np.argsort(-num_targets, kind="stable")
+
+
+def parts_of_block(index: QueryIndex, places: Int64s, filters: Sequence[QueryIndex], most: int) -> Iterator[slice]:
+    """Cut a block into parts of at most so many queries, and of bounded numbers of true and known targets."""
+    keys = index.queries[places]
+    load = index.offsets[places + 1] - index.offsets[places] + sum(split.count_known(keys) for split in filters)
+    ends = np.cumsum(load)
+    start = 0
+    while start < len(places):
+        before = ends[start] - load[start]
+        fitting = int(np.searchsorted(ends, before + TARGETS_AT_ONCE, side="right"))
+        stop = min(max(fitting, start + 1), start + most)
+        yield slice(start, min(stop, len(places)))
+        start = stop
+
+
+def read_pairs(index: QueryIndex, places: Int64s, filters: Sequence[QueryIndex]) -> tuple[Pairs, Int64s]:
+    """Read the targets of the queries at these places, and what is struck out; give also the number of the latter."""
+    num_targets, target = index.targets_of(places)
+    keys = index.queries[places]
+    cells = []  # query and target as one number: a triple may stand in several splits, and is struck out once
+    width = 1 << 32
+    for split in filters:
+        counts, known = split.known_targets(keys)
+        cells.append(np.repeat(np.arange(len(keys)) * width, counts) + known)
+    struck = np.unique(np.concatenate(cells)) if cells else np.empty(0, np.int64)
+    struck_query, struck_target = np.divmod(struck, width)
+    pairs = Pairs(
+        num_targets=num_targets, target=target.astype(np.int64), struck_query=struck_query, struck=struck_target
+    )
+    return pairs, np.bincount(struck_query, minlength=len(keys))
 
 
 def own_part(source: Int64s, relation: Int64s, rank: int, world_size: int) -> OwnQueries:
@@ -109,48 +160,20 @@ def own_part(source: Int64s, relation: Int64s, rank: int, world_size: int) -> Ow
 
 
 @torch.no_grad()
-def score_block(learner: Learner, queries: OwnQueries) -> Tensor:
-    """Score all queries of a block against this rank's shard: [G, S], padding queries last. Every rank must call it."""
+def encode_block(learner: Learner, source: Int64s, relation: Int64s) -> Tensor:
+    """Encode a block of queries, each rank its part: [G, D] on all, padding last. Every rank must call it."""
+    group = learner.group
+    queries = own_part(source, relation, group.rank, group.world_size)
+    return _encode(learner, queries)
+
+
+def _encode(learner: Learner, queries: OwnQueries) -> Tensor:
     (batch,) = route([queries], learner.sharding, learner.group, learner.device)
     query = learner.encode(learner.table.lookup(batch.lookup), batch.relation)
-    query = learner.group.all_gather(query, "queries")
-    return torch.addmm(learner.table.bias, query, learner.table.rows.T)
+    return learner.group.all_gather(query, "queries")
 
 
 @torch.no_grad()
-def count_block(
-    learner: Learner,
-    scores: Tensor,
-    keys: Int64s,
-    query: Int64s,
-    target: Int64s,
-    filters: Sequence[QueryIndex],
-) -> tuple[Int64s, Int64s]:
-    """Count the candidates above and equal to each true target [P]; overwrites scores. Every rank must call it."""
-    group, shard = learner.group, learner.table.shard
-    device = scores.device
-    mine = torch.from_numpy((shard.start <= target) & (target < shard.stop)).to(device)
-    row = torch.from_numpy(target - shard.start).to(device)
-    place = torch.from_numpy(query).to(device)
-
-    true_score = torch.full((len(target),), -torch.inf, device=device)
-    true_score[mine] = scores[place[mine], row[mine]]
-    true_score = group.all_reduce_max(true_score, "evaluation")
-    for split in filters:
-        counts, known = split.known_targets(keys)
-        known_query = np.repeat(np.arange(len(keys)), counts)
-        inside = (shard.start <= known) & (known < shard.stop)
-        scores[
-            torch.from_numpy(known_query[inside]), torch.from_numpy(known[inside].astype(np.int64) - shard.start)
-        ] = -torch.inf
-    at_most = torch.empty(len(target), dtype=torch.int64, device=device)
-    below = torch.empty_like(at_most)
-    pairs_at_once = max(1, learner.loss.budget // (4 * max(1, len(shard))))
-    for start in range(0, len(target), pairs_at_once):
-        part = slice(start, start + pairs_at_once)
-        candidates, bar = scores[place[part]], true_score[part, None]
-        at_most[part] = (candidates <= bar).sum(1)
-        below[part] = (candidates < bar).sum(1)
-    above = group.all_reduce(len(shard) - at_most, "evaluation")
-    equal = group.all_reduce(at_most - below, "evaluation")
-    return above.cpu().numpy(), equal.cpu().numpy()
+def score_block(learner: Learner, queries: OwnQueries) -> Tensor:
+    """Score all queries of a block against this rank's shard: [G, S], padding queries last. Every rank must call it."""
+    return torch.addmm(learner.table.bias, _encode(learner, queries), learner.table.rows.T)

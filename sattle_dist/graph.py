@@ -49,12 +49,23 @@ class QueryIndex:
 
     def known_targets(self, keys: Int64s) -> tuple[Int64s, Int32s]:
         """Like `targets_of` for query keys; a query the split does not hold has no targets."""
-        places = np.searchsorted(self.queries, keys)
-        found = places < len(self.queries)
-        found[found] = self.queries[places[found]] == keys[found]
+        places, found = self._find(keys)
         counts = np.zeros(len(keys), np.int64)
         counts[found], targets = self.targets_of(places[found])
         return counts, targets
+
+    def count_known(self, keys: Int64s) -> Int64s:
+        """Count the targets [n] of query keys, without reading them."""
+        places, found = self._find(keys)
+        counts = np.zeros(len(keys), np.int64)
+        counts[found] = self.offsets[places[found] + 1] - self.offsets[places[found]]
+        return counts
+
+    def _find(self, keys: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+        places = np.searchsorted(self.queries, keys)
+        found = places < len(self.queries)
+        found[found] = self.queries[places[found]] == keys[found]
+        return places, found
 
 
 def concatenated_ranges(starts: Int64s, counts: Int64s) -> Int64s:

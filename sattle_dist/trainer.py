@@ -19,6 +19,7 @@ from sattle_dist.evaluator import evaluate, metrics
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.progress import Progress
+from sattle_dist.results import Result, report_test
 from sattle_dist.schedule import learning_rate
 
 REPORT_EVERY = 10  # steps; the loss is formed, and the device waited for, at these steps and at an epoch's last
@@ -57,8 +58,8 @@ class Trainer:
             shown=group.rank == 0,
         )
 
-    def run(self) -> dict[str, float]:
-        """Train the remaining epochs; return the metrics of the test split."""
+    def run(self) -> Result:
+        """Train the remaining epochs; return the result of the test split."""
         config = self.config
         while self.epoch < config.train.epochs:
             record = self._train_epoch()
@@ -71,9 +72,8 @@ class Trainer:
                 facts = {"graph_checksum": self.graph.checksum, "history": self.history}
                 checkpoint.save(self.learner, self.run_dir, done, facts)
             self.epoch = done
-        test = self._evaluate("test")
-        self._write(self.run_dir / "test.json", json.dumps(test, indent=2) + "\n")
-        return test
+        name = checkpoint.latest(self.run_dir).name
+        return report_test(self.learner, self.graph, config, self.run_dir, checkpoint=name, epoch=self.epoch)
 
     def _train_epoch(self) -> dict[str, Any]:
         started, num_steps = time.monotonic(), self.batches.num_steps
@@ -116,7 +116,7 @@ class Trainer:
 
     def _evaluate(self, split: str) -> dict[str, float]:
         positions = evaluate(self.learner, self.graph, split, self.config.eval.ties, self.config.train.seed)
-        return metrics(positions.position)
+        return metrics(positions.position, positions.candidates)
 
     def _resume(self, folder: Path) -> None:
         facts = checkpoint.read_facts(folder)

@@ -13,6 +13,7 @@ from sattle_dist.config import Config, ConfigError, UserError
 from sattle_dist.graph import Graph
 from sattle_dist.jobs import Steps, number_of_processes, work_as_one
 from sattle_dist.launch import run_workers
+from sattle_dist.results import Result
 from sattle_dist.run import default_run_dir, lock_run_dir, prepare_run_dir
 from sattle_dist.runtime import Place, choose_device, ending_on_signals, require_same_everywhere
 from sattle_dist.sharding import Sharding
@@ -95,9 +96,10 @@ def describe(trainer: Trainer) -> None:
         click.echo(f"resuming after epoch {trainer.epoch} of {config.train.epochs}")
 
 
-def summarise(test: dict[str, float], config: Config) -> None:
+def summarise(test: Result, config: Config) -> None:
     """Print the table of test metrics."""
     click.echo(f"\ntest, filtered, both directions, ties {config.eval.ties}")
-    for name, value in test.items():
-        click.echo(f"  {name.upper() if name == 'mrr' else name.capitalize():8s} {value:.4f}")
+    for name, value in test["metrics"].items():
+        label = name.upper() if name in ("mrr", "amri") else name.replace("_", " ").capitalize()
+        click.echo(f"  {label:8s} {value:,}" if name == "count" else f"  {label:8s} {value:.4f}")
     click.echo(f"\nrun directory: {config.run.out}")

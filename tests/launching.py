@@ -138,7 +138,7 @@ _folder = functools.cache(lambda: tempfile.TemporaryDirectory(prefix="sattle_tes
 
 @functools.cache
 def trained(way: str) -> tuple[int, str, list[dict[str, Any]], dict[str, float]]:
-    """Train two epochs in one of the WAYS; give exit code, stdout, the lines of metrics.jsonl, and test.json."""
+    """Train two epochs in one of the WAYS; give exit code, stdout, the lines of metrics.jsonl, and the test metrics."""
     folder = Path(_folder().name) / way
     folder.mkdir()
     run = folder / "run"
@@ -152,4 +152,4 @@ def trained(way: str) -> tuple[int, str, list[dict[str, Any]], dict[str, float]]
 def results(run: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Read what a finished run has written."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], json.loads((run / "test.json").read_text())
+    return [json.loads(line) for line in lines], json.loads((run / "test.json").read_text())["metrics"]

@@ -33,7 +33,7 @@ def test_two_nodes_train_the_run_of_four_processes_and_of_one(tmp_path: Path) ->
     for way in ("4 processes, torchrun", "1 process, torchrun"):
         _, _, expected, expected_test = trained(way)
         assert [record["loss"] for record in history] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
-        assert test == pytest.approx(expected_test, abs=2e-3)
+        assert test == pytest.approx(expected_test, rel=5e-3, abs=2e-3)
 
 
 def free_port() -> int:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import pytest
 from click.testing import CliRunner
 
 from sattle_dist.cli import main
 from tests.graphs import random_splits, write_graph
 
+ROOT = Path(__file__).parent.parent.parent
 TINY = [
     *("--dim", "8", "--num-heads", "2", "--dim-key", "4", "--dim-value", "4", "--dim-hidden", "8"),
     *("--epochs", "2", "--threads", "1"),
@@ -38,13 +41,92 @@ def families_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_builtin_graph_is_nearly_solved(families_run: Path) -> None:
-    test = json.loads((families_run / "run" / "test.json").read_text())
+    test = json.loads((families_run / "run" / "test.json").read_text())["metrics"]
     assert test["mrr"] >= 0.9
     assert 0 <= test["hits@1"] <= test["hits@3"] <= test["hits@10"] <= 1
     epochs = [json.loads(line) for line in (families_run / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [e["epoch"] for e in epochs] == list(range(1, len(epochs) + 1))
     assert epochs[-1]["loss"] < epochs[0]["loss"] / 3
     assert "valid" in epochs[-1]
+
+
+def test_eval_of_a_run_gives_the_metrics_of_its_training(families_run: Path) -> None:
+    """In this process alone: positions, JSON and table agree with each other and with what training wrote."""
+    run, file = families_run / "run", families_run / "positions.parquet"
+    options = [
+        "--threads",
+        "1",
+        "--json",
+        str(families_run / "test.json"),
+        "--positions",
+        str(file),
+        "--bootstrap",
+        "9",
+    ]
+    done = CliRunner().invoke(main, ["eval", str(run), *files, "--bootstrap", "9", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    expected, found = (json.loads((folder / "test.json").read_text()) for folder in (run, families_run))
+    assert found["metrics"] == expected["metrics"]
+    assert found["by_relation"] == expected["by_relation"]
+    assert found["protocol"] == expected["protocol"]
+    low, high = found["bootstrap"]["intervals"]["mrr"]
+    assert low <= found["metrics"]["mrr"] <= high
+    assert f"{found['metrics']['mrr']:.4f}" in done.stdout
+    query = f"SELECT direction, avg(1 / position), count(*) FROM '{file}' GROUP BY 1"
+    for direction, mrr, count in duckdb.sql(query).fetchall():
+        assert found["by_direction"][direction]["mrr"] == pytest.approx(mrr)
+        assert found["by_direction"][direction]["count"] == count
+    assert file.read_bytes() == (run / "test_positions.parquet").read_bytes()
+
+
+def test_eval_in_two_processes_under_torchrun(families_run: Path) -> None:
+    """The whole command in real processes, with other rules than the run's own."""
+    rules = ["--split", "valid", "--ties", "mean", "--raw"]
+    script = [sys.executable, ROOT / "launchers" / "torchrun.py", "--nproc-per-node", "2", ROOT / "launchers/eval.py"]
+    command = [*script, "run", *rules, "--json", "two.json", "--threads", "1", "--device", "cpu"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    two = subprocess.run(
+        command, cwd=families_run, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert two.returncode == 0, two.stderr
+    one = CliRunner().invoke(
+        main, ["eval", str(families_run / "run"), *rules, "--json", str(families_run / "one.json"), "--threads", "1"]
+    )
+    assert one.exit_code == 0, one.output
+    results = [json.loads((families_run / f"{name}.json").read_text()) for name in ("one", "two")]
+    assert results[0]["protocol"] == results[1]["protocol"]
+    assert results[0]["protocol"]["filter"] == []
+    assert results[1]["metrics"] == pytest.approx(results[0]["metrics"], rel=1e-6)
+    assert two.stdout.count("MRR") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "no run at nowhere; train one with `sattle train --out nowhere`"),
+        (["{run}", "--json", "no/such/f.json"], "--json no/such/f.json cannot be written (No such file or directory)"),
+        (["{run}", "--positions", "{run}"], "--positions {run} cannot be written (it is a directory)"),
+        (["{empty}"], "has no test triples; use --split train"),
+        (["{run}", "--nproc", "100000", "--device", "cpu"], "100000 processes cannot share"),
+    ],
+    ids=["no run", "no folder", "a folder", "empty split", "too many processes"],
+)
+def test_eval_refuses_in_one_line(
+    arguments: list[str], message: str, families_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is ranked."""
+    run, empty = families_run / "run", tmp_path / "empty"
+    graph = write_graph(tmp_path / "g", {"train": [(0, 0, 1)]}, num_entities=2, num_relations=1)
+    shutil.copytree(run, empty)
+    text = (empty / "config.toml").read_text()
+    (empty / "config.toml").write_text(re.sub("graph = .*", f'graph = "{graph}"', text))
+    monkeypatch.setattr("sattle_dist.run.open_run", None)
+    words = {"run": str(run), "empty": str(empty)}
+    done = CliRunner().invoke(main, ["eval", *(argument.format(**words) for argument in arguments)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert message.format(**words) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_predicts_a_held_out_fact(families_run: Path) -> None:

@@ -23,7 +23,7 @@ def test_every_way_trains_the_same_run_and_reports(way: str) -> None:
     assert f"MRR      {test['mrr']:.4f}" in out
     _, _, expected, expected_test = trained("1 process, torchrun")
     assert [record["loss"] for record in history] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
-    assert test == pytest.approx(expected_test, abs=2e-3)
+    assert test == pytest.approx(expected_test, rel=5e-3, abs=2e-3)
 
 
 def test_nproc_that_contradicts_torchrun_is_refused_in_one_line(tmp_path: Path) -> None:
