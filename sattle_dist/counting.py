@@ -43,15 +43,19 @@ class Sizes:
 
     @classmethod
     def within(cls, budget: int, rows_per_shard: int, device: torch.device) -> Sizes:
-        """Choose the shape for a budget in bytes, half of which is for scores and half for their comparisons."""
+        """Choose the shape for a budget in bytes, half of which is for scores and half for their comparisons.
+
+        Where enough queries' scores of the whole shard fit a cache, they are formed once. Elsewhere two passes over
+        chunks that fit are faster than one whose every score goes to memory and comes back for every comparison.
+        """
         scores = max(1, budget // 8)  # float32 numbers
-        cached = scores if device.type == "cuda" else min(scores, CACHE_BYTES // 4)
+        if device.type != "cuda":
+            scores = min(scores, CACHE_BYTES // 4)
         at_once = scores // rows_per_shard
-        if at_once >= MIN_QUERIES and rows_per_shard <= MAX_ROWS:  # the whole shard, once
-            wanted = max(MIN_QUERIES, cached // rows_per_shard // MIN_QUERIES * MIN_QUERIES)
-            return cls(num_queries=min(wanted, at_once), num_rows=rows_per_shard)
-        num_queries = max(1, min(MAX_QUERIES, cached // MIN_ROWS))
-        return cls(num_queries=num_queries, num_rows=min(cached // num_queries, MAX_ROWS, rows_per_shard))
+        if at_once >= MIN_QUERIES and rows_per_shard <= MAX_ROWS:
+            return cls(num_queries=at_once // MIN_QUERIES * MIN_QUERIES, num_rows=rows_per_shard)
+        num_queries = max(1, min(MAX_QUERIES, scores // MIN_ROWS))
+        return cls(num_queries=num_queries, num_rows=min(scores // num_queries, MAX_ROWS, rows_per_shard))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from sattle_dist import evaluator
 from sattle_dist.collectives import Group
 from sattle_dist.counting import Counter, Pairs, Sizes
 from sattle_dist.evaluator import Positions, break_ties, evaluate, metrics
@@ -48,10 +47,10 @@ def evaluate_exact(group: Group, path: Path) -> dict[tuple[Any, ...], Positions]
     found = {}
     for shape, rules in SHAPES.items():
         sizes = Sizes(num_queries=shape[0], num_rows=shape[1])
-        evaluator.Sizes = SimpleNamespace(within=lambda *_, sizes=sizes: sizes)  # type: ignore[assignment, misc]
-        for filtered in (True, False):
-            for rule in rules:
-                found[shape, filtered, rule] = evaluate(learner, graph, "test", rule, seed=3, filtered=filtered)
+        with mock.patch.object(Sizes, "within", lambda *_, sizes=sizes: sizes):
+            for filtered in (True, False):
+                for rule in rules:
+                    found[shape, filtered, rule] = evaluate(learner, graph, "test", rule, seed=3, filtered=filtered)
     return found
 
 

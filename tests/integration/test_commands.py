@@ -53,16 +53,7 @@ def test_builtin_graph_is_nearly_solved(families_run: Path) -> None:
 def test_eval_of_a_run_gives_the_metrics_of_its_training(families_run: Path) -> None:
     """In this process alone: positions, JSON and table agree with each other and with what training wrote."""
     run, file = families_run / "run", families_run / "positions.parquet"
-    options = [
-        "--threads",
-        "1",
-        "--json",
-        str(families_run / "test.json"),
-        "--positions",
-        str(file),
-        "--bootstrap",
-        "9",
-    ]
+    files = ["--json", str(families_run / "test.json"), "--positions", str(file)]
     done = CliRunner().invoke(main, ["eval", str(run), *files, "--bootstrap", "9", "--threads", "1"])
     assert done.exit_code == 0, done.output
     expected, found = (json.loads((folder / "test.json").read_text()) for folder in (run, families_run))
