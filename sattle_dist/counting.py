@@ -29,7 +29,6 @@ from sattle_dist.sharding import Shard
 MIN_QUERIES = 16  # fewer to a product, and it waits for the rows to come from memory
 MAX_QUERIES, MIN_ROWS = 256, 64  # of a chunk, where a shard has several
 CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the product and the comparisons that read them
-FLAG_BYTES = 4 << 20  # results of comparisons that a CPU's caches hold until they are summed
 MAX_ROWS = 1 << 24  # of a chunk: a float32 counts no further
 FEW = 8  # queries; so many have another target, or their targets are compared query by query
 
@@ -79,8 +78,7 @@ class Counter:
     def __init__(self, rows: Tensor, bias: Tensor, shard: Shard, sizes: Sizes, group: Group) -> None:
         self.rows, self.bias, self.shard, self.sizes, self.group = rows, bias, shard, sizes, group
         num_scores = min(sizes.num_rows, max(1, len(shard))) * sizes.num_queries
-        num_flags = num_scores if rows.is_cuda else min(num_scores, max(FLAG_BYTES // 4, sizes.num_rows))
-        self._scores, self._flags = rows.new_empty(num_scores), rows.new_empty(num_flags)
+        self._scores, self._flags = rows.new_empty(num_scores), rows.new_empty(num_scores)
         self._starts = range(0, len(shard), sizes.num_rows)
 
     @torch.no_grad()

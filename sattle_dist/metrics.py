@@ -30,11 +30,13 @@ Metrics = dict[str, float]
 
 
 def metrics(position: Floats, candidates: Int64s | None = None) -> Metrics:
-    """Give the metrics of positions [pairs]; amri only where the numbers of candidates [pairs] are given."""
+    """Give the metrics of positions [pairs], none of nothing; amri only where the numbers of candidates are given."""
+    if not len(position):
+        return {}
     given = np.zeros(len(position), np.int64) if candidates is None else candidates
     found = metrics_of(sum_by_group(position, given, np.zeros(len(position), np.int64), 1)[0])
     if candidates is None:
-        found.pop("amri", None)
+        del found["amri"]
     return found
 
 

@@ -2,7 +2,8 @@
 
 RUN/config.toml      the resolved config
 RUN/metrics.jsonl    a line per epoch
-RUN/test.json        the metrics of the test split, once training has ended
+RUN/test.json        the metrics of the test split with their protocol, once training has ended (docs/evaluation.md)
+RUN/test_positions.parquet    the position of every test query
 RUN/checkpoints/     see checkpoint.py
 RUN/lock             held while a run trains here
 """
@@ -43,7 +44,8 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> None:
         file.write_text(HEAD + to_toml(config.override({"nproc": 0}, "run directory")), encoding="utf-8")
         if not checkpoints:
             (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-        (run_dir / "test.json").unlink(missing_ok=True)
+        for name in ("test.json", "test_positions.parquet"):
+            (run_dir / name).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
 
