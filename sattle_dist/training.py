@@ -100,6 +100,6 @@ def summarise(test: Result, config: Config) -> None:
     """Print the table of test metrics."""
     click.echo(f"\ntest, filtered, both directions, ties {config.eval.ties}")
     for name, value in test["metrics"].items():
-        label = name.upper() if name in ("mrr", "amri") else name.replace("_", " ").capitalize()
+        label = name.upper() if name in ("mrr", "amri") else name.replace("mean_position", "mean pos").capitalize()
         click.echo(f"  {label:8s} {value:,}" if name == "count" else f"  {label:8s} {value:.4f}")
     click.echo(f"\nrun directory: {config.run.out}")
