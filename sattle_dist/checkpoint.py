@@ -1,17 +1,20 @@
 """Checkpoints: torch.distributed.checkpoint in safetensors files, the table as row-sharded DTensors.
 
-    RUN/checkpoints/epoch-00010/shard-*.safetensors   every rank's own rows; what is replicated, once
-    RUN/checkpoints/epoch-00010/state.json            epoch, graph checksum, metrics so far, the files above
+    RUN/checkpoints/epoch-00010/shard-*.safetensors     every rank's own rows; what is replicated, once
+    RUN/checkpoints/epoch-00010/state.json              where the run stood, its config and metrics; the files above
+    RUN/checkpoints/epoch-00010-step-0000120/           10 epochs and 120 steps of the next
+    RUN/checkpoints/latest, best                        links to the newest, and to the best by validation MRR
 
-Every rank writes and reads its own rows, and any number of ranks reads what any other number wrote. A checkpoint is
-written beside its place and renamed when it is whole. No file is ever unpickled.
+Every rank writes and reads its own rows, and any number of ranks reads what any other number wrote. `storage.py` has
+the files, `saver.py` the writing while training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -20,41 +23,101 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sattle_dist.config import UserError
 from sattle_dist.learner import Learner
+from sattle_dist.selection import best_record
+from sattle_dist.storage import (
+    PARTIAL,
+    CheckpointError,
+    DamagedCheckpoint,
+    read_facts,
+    verify,
+)
 
-KEEP_LAST = 2
+__all__ = ["CheckpointError", "DamagedCheckpoint", "latest", "list_checkpoints", "load", "read_facts", "verify"]
+
+NAME = re.compile(r"epoch-(\d{5,})(?:-step-(\d{7,}))?")
+ASIDE, REMOVED = ".aside", ".removed"
 
 
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used."""
+def name_of(epoch: int, step: int) -> str:
+    """Name the checkpoint after `epoch` whole epochs and `step` steps of the next."""
+    return f"epoch-{epoch:05d}" + (f"-step-{step:07d}" if step else "")
 
 
-def state_of(learner: Learner, *, with_optimizer: bool) -> dict[str, Tensor]:
-    """Name every tensor of a learner's state; the table's are DTensors over the same memory."""
-    mesh = process_mesh(learner.device.type, learner.group.world_size)
-    num_entities = learner.sharding.num_entities
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """List the checkpoints of a run, oldest first; whether they are whole is for `verify` to say."""
+    found = {}
+    for folder in (run_dir / "checkpoints").glob("epoch-*"):
+        if match := NAME.fullmatch(folder.name):
+            found[int(match[1]), int(match[2] or 0)] = folder
+    return [found[place] for place in sorted(found)]
+
+
+def latest(run_dir: Path) -> Path:
+    """Give the newest checkpoint of a run."""
+    if not os.path.isdir(run_dir):
+        raise CheckpointError(f"no run at {run_dir}; train one with `sattle train --out {run_dir}`")
+    if not (found := list_checkpoints(run_dir)):
+        raise CheckpointError(f"{run_dir} holds no checkpoint yet; train it with `sattle train --out {run_dir}`")
+    return found[-1]
+
+
+def best(run_dir: Path) -> Path | None:
+    """Give the checkpoint of the best validation MRR so far, as the newest checkpoint tells."""
+    record = best_record(read_facts(latest(run_dir))["history"])
+    folder = run_dir / "checkpoints" / name_of(record["epoch"], 0) if record else None
+    return folder if folder and folder.is_dir() else None
+
+
+def find(run_dir: Path, which: str) -> Path:
+    """Give the checkpoint called `latest`, `best` (the newest where none is best), or by its name."""
+    newest = latest(run_dir)
+    if which == "latest":
+        return newest
+    if which == "best":
+        return best(run_dir) or newest
+    if (folder := run_dir / "checkpoints" / which) in (known := list_checkpoints(run_dir)):
+        return folder
+    raise CheckpointError(f"{run_dir} holds no checkpoint {which!r}; it holds {', '.join(c.name for c in known)}")
+
+
+def others(run_dir: Path) -> str:
+    """Say which checkpoints a run has, for a user to whom one of them was refused."""
+    return f"checkpoints of this run, newest first: {', '.join(c.name for c in reversed(list_checkpoints(run_dir)))}"
+
+
+def local_tensors(learner: Learner, *, with_optimizer: bool) -> dict[str, Tensor]:
+    """Name every tensor of a learner's state on this rank: what is replicated, and this rank's rows of the table."""
+    tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in learner.model.state_dict().items()}
+    for name, parameter in learner.named_parameters():
+        if name.startswith("table."):
+            tensors[name] = parameter.detach()
+        if with_optimizer:
+            for key, tensor in optimizer_state(learner, parameter).items():
+                tensors[f"optimizer.{name}.{key}"] = tensor
+    return tensors
+
+
+def is_sharded(name: str, tensor: Tensor) -> bool:
+    """Tell whether a tensor holds this rank's rows of the table, or of its optimizer state."""
+    return name.startswith(("table.", "optimizer.table.")) and tensor.dim() > 0
+
+
+def as_state(tensors: dict[str, Tensor], num_entities: int, world_size: int) -> dict[str, Tensor]:
+    """Make DTensors, over the same memory, of the tensors that hold this rank's rows."""
 
     def sharded(local: Tensor) -> Tensor:
         shape = (num_entities, *local.shape[1:])
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
+        mesh = process_mesh(local.device.type, world_size)
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
-    state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in learner.model.state_dict().items()}
-    for name, parameter in learner.named_parameters():
-        is_table = name.startswith("table.")
-        if is_table:
-            state[name] = sharded(parameter.detach())
-        if with_optimizer:
-            for key, tensor in optimizer_state(learner, parameter).items():
-                state[f"optimizer.{name}.{key}"] = sharded(tensor) if is_table and tensor.dim() else tensor
-    return state
+    return {name: sharded(tensor) if is_sharded(name, tensor) else tensor for name, tensor in tensors.items()}
 
 
 @functools.cache
@@ -73,74 +136,68 @@ def optimizer_state(learner: Learner, parameter: torch.nn.Parameter) -> dict[str
     return state
 
 
-def save(learner: Learner, run_dir: Path, epoch: int, facts: dict[str, Any]) -> Path:
-    """Write the state after `epoch` epochs, with facts to find again beside it. Every rank must call it."""
-    folder = run_dir / "checkpoints"
-    final, partial = folder / f"epoch-{epoch:05d}", folder / f"epoch-{epoch:05d}.partial"
-    if learner.group.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    learner.group.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that DCP may change
-        save_distributed(
-            state_of(learner, with_optimizer=True),
-            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
-        )
-    if learner.group.rank == 0:
-        files = {file.name: file.stat().st_size for file in partial.iterdir()}
-        state = {"epoch": epoch, "files": files, **facts}
-        (partial / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(partial, final)
-        for old in list_checkpoints(run_dir)[:-KEEP_LAST]:
-            shutil.rmtree(old, ignore_errors=True)
-    learner.group.barrier()
-    return final
+def load(
+    learner: Learner, checkpoint: Path, *, with_optimizer: bool, facts: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint into a learner of any number of ranks, and give its facts. Every rank must call it.
 
-
-def load(learner: Learner, checkpoint: Path, *, with_optimizer: bool) -> None:
-    """Read a checkpoint into a learner of any number of ranks. Every rank must call it."""
-    state = state_of(learner, with_optimizer=with_optimizer)
-    # torch takes the rows of a missing file for rows nobody wanted, and would leave them as they are.
-    for name, size in read_facts(checkpoint)["files"].items():
-        file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise CheckpointError(f"{checkpoint} is damaged: {name} is missing or has another size than was written")
+    Every byte is checked first, unless its facts are given because that was done.
+    """
+    facts = facts or verify(checkpoint, learner.group)
+    tensors = local_tensors(learner, with_optimizer=with_optimizer)
+    state = as_state(tensors, learner.sharding.num_entities, learner.group.world_size)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # torch warns that this part of it may change
             load_distributed(state, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
     except (CheckpointException, OSError, ValueError, KeyError, AssertionError) as error:
-        # A CheckpointException holds what went wrong on each rank.
-        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = (str(first) or type(first).__name__).splitlines()[0]
-        raise CheckpointError(f"{checkpoint} cannot be read: {reason}") from None
+        raise CheckpointError(f"{checkpoint} cannot be read: {reason_of(error)}") from None
+    return facts
 
 
-def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """Read what was saved beside the tensors of a checkpoint."""
-    try:
-        facts = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        kinds = {"epoch": int, "files": dict, "graph_checksum": str, "history": list}
-        if wrong := [name for name, kind in kinds.items() if not isinstance(facts[name], kind)]:
-            raise ValueError(f"{wrong[0]} is {facts[wrong[0]]!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint}/state.json is damaged: {error}") from None
-    return dict(facts)
+def reason_of(error: BaseException) -> str:
+    """Give the first line of what went wrong; a CheckpointException holds it for each rank."""
+    first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return (str(first) or type(first).__name__).splitlines()[0]
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """List the whole checkpoints of a run, oldest first."""
-    found = [path.parent for path in (run_dir / "checkpoints").glob("epoch-*/state.json")]
-    whole = [folder for folder in found if folder.name.removeprefix("epoch-").isdecimal()]
-    return sorted(whole, key=lambda folder: int(folder.name.removeprefix("epoch-")))
+def tidy(run_dir: Path, keep: int, best_name: str) -> None:
+    """Point `latest` and `best` to their checkpoints, and remove what is neither best nor among the `keep` newest."""
+    found = list_checkpoints(run_dir)
+    for name, target in (("latest", found[-1].name if found else ""), ("best", best_name)):
+        point(run_dir / "checkpoints" / name, target)
+    for old in found[:-keep]:
+        if old.name != best_name:
+            removed = old.with_name(old.name + REMOVED)  # so that half a checkpoint never has a checkpoint's name
+            with contextlib.suppress(OSError):
+                os.rename(old, removed)
+    for folder in (run_dir / "checkpoints").glob(f"*{REMOVED}"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def latest(run_dir: Path) -> Path:
-    """Give the newest checkpoint of a run."""
-    if not os.path.isdir(run_dir):
-        raise CheckpointError(f"no run at {run_dir}; train one with `sattle train --out {run_dir}`")
-    if not (found := list_checkpoints(run_dir)):
-        raise CheckpointError(f"{run_dir} holds no checkpoint yet; train it with `sattle train --out {run_dir}`")
-    return found[-1]
+def point(link: Path, target: str) -> None:
+    """Let a link point to a checkpoint, all at once; file systems without links do without."""
+    with contextlib.suppress(OSError):
+        if not target or not link.with_name(target).is_dir():
+            link.unlink(missing_ok=True)
+            return
+        draft = link.with_name(link.name + ".draft")
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(target)
+        os.replace(draft, link)
+
+
+def set_aside(checkpoints: list[Path]) -> None:
+    """Rename checkpoints so that the run no longer counts them; nothing is deleted but what was set aside before."""
+    for folder in checkpoints:
+        aside = folder.with_name(folder.name + ASIDE)
+        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rename(folder, aside)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what a run that was killed while it saved has left."""
+    for pattern in (f"epoch-*{PARTIAL}", f"epoch-*{REMOVED}"):
+        for folder in (run_dir / "checkpoints").glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -94,6 +94,9 @@ class EvalConfig:
     """Validation during training, and the report at its end."""
 
     eval_every: int = setting(10, "Epochs between evaluations on valid (0: never).", least=0)
+    patience: int = setting(
+        0, "Evaluations on valid without a better MRR after which training stops (0: train all epochs).", least=0
+    )
     ties: str = setting(
         "random",
         "Position of a true target among candidates of equal score.",
@@ -121,7 +124,29 @@ class RunConfig:
     timeout: float = setting(
         10.0, "Minutes after which a process that waits for a dead or hung one gives up.", above=0, most=1e6
     )
-    save_every: int = setting(10, "Epochs between checkpoints (the last epoch is always saved).", least=1)
+    save_every: int = setting(
+        10, "Epochs between checkpoints (the best epoch by validation MRR and the last are always saved).", least=1
+    )
+    save_minutes: float = setting(
+        15.0, "Minutes after which a checkpoint is written in the middle of an epoch too.", above=0, most=1e6
+    )
+    saving: str = setting(
+        "background",
+        "Write checkpoints in the background, from a copy in host memory, or blocking, without that copy.",
+        choices=("background", "blocking"),
+    )
+    keep: int = setting(2, "Newest checkpoints to keep; the best is kept besides.", least=1)
+    resume: str = setting(
+        "auto",
+        "Checkpoint to continue from: auto (the newest that is whole, if there is any), latest (it must be there and "
+        "whole), or a name such as epoch-00010.",
+    )
+    grow_from: str = setting(
+        "", "Begin with what this run has learnt; its graph may have grown since by sattle-ingest --append-to."
+    )
+    max_restarts: int = setting(
+        0, "How often to start all processes again, from the last checkpoint, when one has failed.", least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,10 +80,10 @@ class Batches:
         self.sharding, self.group, self.device = sharding, group, device
         self.num_steps = -(-len(index) // batch_size)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Make the batches of an epoch, one after the other. Every rank must go through them."""
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Make the batches of an epoch from a step on, one after the other. Every rank must go through them."""
         order = Permutation(len(self.index), self.seed, epoch)
-        for first in range(0, self.num_steps, STEPS_PER_PLAN):
+        for first in range(first_step, self.num_steps, STEPS_PER_PLAN):
             steps = range(first, min(first + STEPS_PER_PLAN, self.num_steps))
             yield from route([self.read(order, step) for step in steps], self.sharding, self.group, self.device)
 

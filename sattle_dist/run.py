@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +25,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
 from sattle_dist.graph import Graph, GraphError
 from sattle_dist.learner import Learner
+from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
 
 HEAD = "# The settings of this run, written by `sattle train`.\n"
 
@@ -38,33 +42,62 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         if file.exists() and not file.read_text(encoding="utf-8").startswith(HEAD):
             raise ConfigError(f"{file} was not written by a run and would be overwritten; choose another --out")
-        if checkpoints := checkpoint.list_checkpoints(run_dir):
-            check_resumable(run_dir, checkpoints[-1], config, graph)
-        # How many processes there are is the launcher's to say, each time.
-        file.write_text(HEAD + to_toml(config.override({"nproc": 0}, "run directory")), encoding="utf-8")
-        if not checkpoints:
+        checkpoints = checkpoint.list_checkpoints(run_dir)
+        if facts := newest_readable(checkpoints):
+            check_resumable(run_dir, facts, config, graph)
+        elif not checkpoints:
+            if config.run.resume != "auto":
+                raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
             (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-        for name in ("test.json", "test_positions.parquet"):
-            (run_dir / name).unlink(missing_ok=True)
+        # How many processes there are is the launcher's to say, each time; so is what to continue from.
+        settings = config.override({"nproc": 0, "resume": "auto"}, "run directory")
+        draft = file.with_name("config.toml.draft")
+        draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
+        os.replace(draft, file)
+        (run_dir / "test.json").unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
 
 
-def check_resumable(run_dir: Path, newest: Path, config: Config, graph: Graph) -> None:
+def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
+    """Give the facts of the newest checkpoint that has them; the damaged ones are dealt with when one is chosen."""
+    for folder in reversed(checkpoints):
+        try:
+            return read_facts(folder)
+        except DamagedCheckpoint:
+            continue
+    return None
+
+
+def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph: Graph) -> None:
     """Raise ConfigError where the run in the directory is not the one that is asked for."""
-    if differing := differences(load_toml(run_dir / "config.toml", Config()), config):
+    begin_anew = f"or begin a new run from it with `--grow-from {run_dir}` and another --out"
+    if differing := differences(facts["config"], config):
         raise ConfigError(
             f"{run_dir} holds a run with other settings ({'; '.join(differing)}); "
-            "use the same settings to resume it, or another --out"
+            f"use the same settings to resume it, {begin_anew}"
         )
-    facts = checkpoint.read_facts(newest)
     if facts["graph_checksum"] != graph.checksum:
-        raise ConfigError(f"{run_dir} holds a run of another graph than {graph.path}; use another --out")
+        raise ConfigError(
+            f"{run_dir} holds a run of another graph than {graph.path} ({graph_differences(facts, graph)}); "
+            f"use another --out; if the graph has grown, `--grow-from {run_dir}` keeps what was learnt"
+        )
     if facts["epoch"] > config.train.epochs:
         raise ConfigError(
             f"{run_dir} has been trained for {facts['epoch']} epochs, more than --epochs {config.train.epochs}; "
             f"ask for at least {facts['epoch']}, or use another --out"
         )
+
+
+def graph_differences(facts: dict[str, Any], graph: Graph) -> str:
+    """Name the counts of a graph that differ from those of the graph trained before."""
+    now = {"entities": graph.num_entities, "relations": graph.num_relations}
+    counts = [
+        f"{name} were {facts['graph'][name]['count']}, are {count}"
+        for name, count in now.items()
+        if facts["graph"][name]["count"] != count
+    ]
+    return "; ".join([*counts, f"checksum was {facts['graph_checksum'][:20]}, is {graph.checksum[:20]}"])
 
 
 def lock_run_dir(run_dir: Path) -> object:
@@ -77,27 +110,40 @@ def lock_run_dir(run_dir: Path) -> object:
     return lock
 
 
-def differences(old: Config, new: Config) -> list[str]:
+def differences(old: Mapping[str, Mapping[str, Any]], new: Config) -> list[str]:
     """List the settings that differ and change a run's numbers; epochs do so only where the schedule ends with them."""
     harmless = {"epochs"} if new.train.schedule != "cosine" else set()
     found = []
     for section in ("model", "train"):
-        before, after = dataclasses.asdict(getattr(old, section)), dataclasses.asdict(getattr(new, section))
+        before, after = old[section], dataclasses.asdict(getattr(new, section))
         found += [
-            f"{name} was {value!r}, is {after[name]!r}"
-            for name, value in before.items()
-            if value != after[name] and name not in harmless
+            f"{name} was {before.get(name)!r}, is {value!r}"
+            for name, value in after.items()
+            if before.get(name) != value and name not in harmless
         ]
     return found
 
 
-def open_run(run_dir: Path, group: Group, device: torch.device) -> tuple[Learner, Graph, Config]:
-    """Open a trained run from its newest checkpoint, to evaluate or predict. Every rank must call it."""
-    newest = checkpoint.latest(run_dir)
-    config = load_toml(run_dir / "config.toml", Config())
+def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "best") -> tuple[Learner, Graph, Config]:
+    """Open a trained run, to evaluate or predict. Every rank must call it.
+
+    `which` is `best` (by validation MRR; the newest checkpoint where nothing was evaluated), `latest`, or a name.
+    """
+    try:
+        folder = checkpoint.find(run_dir, which)
+        facts = checkpoint.verify(folder, group)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{error}; {checkpoint.others(run_dir)}") from None
+    try:
+        # What was trained is what the checkpoint says; config.toml may have been edited since.
+        config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(folder))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} was written by another release: {error}") from None
     graph = Graph.open(Path(config.run.graph))
-    if checkpoint.read_facts(newest)["graph_checksum"] != graph.checksum:
-        raise GraphError(f"{graph.path} has changed since {run_dir} was trained on it")
+    if facts["graph_checksum"] != graph.checksum:
+        raise GraphError(
+            f"{graph.path} has changed since {run_dir} was trained on it ({graph_differences(facts, graph)})"
+        )
     learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
-    checkpoint.load(learner, newest, with_optimizer=False)
+    checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
     return learner, graph, config

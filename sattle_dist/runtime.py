@@ -140,7 +140,7 @@ def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -
     for section in ("model", "train", "eval"):
         mine |= dataclasses.asdict(getattr(config, section))
     # Of the settings that change no number, those that change which exchanges are made.
-    mine |= {name: getattr(config.run, name) for name in ("precision", "save_every", "score_memory")}
+    mine |= {name: getattr(config.run, name) for name in ("precision", "save_every", "saving", "score_memory")}
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
@@ -174,9 +174,9 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Let SIGINT (Ctrl-C) and SIGTERM end this process at once, with a line and the exit code 128 + signal.
+    """Let SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end this process at once, with a line and the exit code 128 + signal.
 
-    At once, because a checkpoint exists whole or not at all, so there is nothing to tidy up. A worker says nothing: its
+    At once, because there is nothing to tidy up; training saves first (stopping.py). A worker says nothing: its
     launcher, which passed the signal on, does.
     """
 
@@ -189,7 +189,7 @@ def ending_on_signals() -> Iterator[None]:
         yield
         return
     handler = signal.SIG_DFL if Place.from_environment().world_size > 1 else stop
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
 
+from sattle_dist.checkpoint import list_checkpoints
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, UserError
 from sattle_dist.graph import Graph
 from sattle_dist.jobs import Steps, number_of_processes, work_as_one
-from sattle_dist.launch import run_workers
+from sattle_dist.launch import Restarts, run_workers
 from sattle_dist.results import Result
 from sattle_dist.run import default_run_dir, lock_run_dir, prepare_run_dir
-from sattle_dist.runtime import Place, choose_device, ending_on_signals, require_same_everywhere
+from sattle_dist.runtime import Place, Whereabouts, choose_device, ending_on_signals, require_same_everywhere
 from sattle_dist.sharding import Sharding
+from sattle_dist.stopping import STOP_SIGNALS, Interrupted, StopRequest
 from sattle_dist.trainer import Trainer
 
 AT_FIRST = "before the first step"
@@ -33,20 +38,36 @@ def start(config: Config) -> int:
         if graph.num_triples["train"] == 0:
             raise ConfigError(f"{graph.path} has no training triples")
         config = config.override({"graph": str(graph.path), "nproc": nproc}, "command line")
-        if place.world_size > 1 or nproc == 1:
+        if restarted():
+            config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time
+        alone = nproc == 1 and (not config.run.max_restarts or Whereabouts.from_environment() is not None)
+        if place.world_size > 1 or alone:
             return work(config, graph)
         run_dir = Path(config.run.out or default_run_dir(graph)).absolute()
         config = config.override({"out": str(run_dir)}, "command line")
         prepare_run_dir(run_dir, config, graph)
         # The workers read the very config that was checked and written here.
         arguments = ["train", "--config", str(run_dir / "config.toml")]
-        hint = f"`sattle {' '.join(arguments)} --nproc {nproc}` continues from the last checkpoint"
-        return run_workers(arguments, nproc, at_first=AT_FIRST, hint=hint)
+
+        def where_it_goes_on() -> str:
+            saved = list_checkpoints(run_dir)
+            return f"from {saved[-1].name}" if saved else "from the beginning"
+
+        return run_workers(
+            arguments,
+            nproc,
+            at_first=AT_FIRST,
+            hint=f"`sattle {' '.join(arguments)} --nproc {nproc}` continues from the last checkpoint",
+            saves=True,
+            only_first=["--resume", config.run.resume],
+            restarts=Restarts(config.run.max_restarts, where_it_goes_on),
+        )
 
 
 def work(config: Config, graph: Graph) -> int:
     """Be one process of the run, alone or among others; return the exit code."""
     steps = Steps(AT_FIRST)
+    interrupted: list[Interrupted] = []
 
     def train(group: Group, device: torch.device) -> None:
         require_same_everywhere(config, graph.checksum, group)
@@ -55,13 +76,39 @@ def work(config: Config, graph: Graph) -> int:
         trainer.on_step = steps.note
         if group.rank == 0:
             describe(trainer)
-        test = trainer.run()
+        try:
+            test = train_until_asked_to_stop(trainer)
+        except Interrupted as stop:
+            interrupted.append(stop)
+            if group.rank == 0:
+                print(f"\n{stop}", file=sys.stderr, flush=True)
+            return
         if group.rank == 0:
             summarise(test, resolved)
         del lock  # held until all is written
 
     more_memory = "lower --batch-size or --score-memory, or share the table among more processes"
-    return work_as_one(config.run, train, steps, more_memory)
+    code = work_as_one(config.run, train, steps, more_memory)
+    return interrupted[0].exit_code if interrupted else code
+
+
+def train_until_asked_to_stop(trainer: Trainer) -> Result:
+    """Train; let a signal that asks for the end wait for the next steps at which all ranks confer, save, and stop.
+
+    Our own launcher passes such signals on as SIGTERM, and uses SIGINT to end its workers at once.
+    """
+    request = StopRequest()
+    trainer.asked_to_stop = lambda: request.number
+    ours = Whereabouts.from_environment() is not None
+    with request.listening((signal.SIGTERM, signal.SIGUSR1) if ours else STOP_SIGNALS):
+        trainer.train()
+    # All is saved by now, so a signal may end the evaluation at once.
+    return trainer.test()
+
+
+def restarted() -> int:
+    """Count how often torchrun has started this process again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def agree_on_run_dir(config: Config, graph: Graph, group: Group) -> tuple[Config, object]:
@@ -92,8 +139,17 @@ def describe(trainer: Trainer) -> None:
         f"{group.world_size} process{'es' if group.world_size > 1 else ''} on {trainer.learner.device.type}; "
         f"run directory {config.run.out}"
     )
-    if trainer.epoch:
-        click.echo(f"resuming after epoch {trainer.epoch} of {config.train.epochs}")
+    if trainer.resumed_from:
+        steps = f" and {trainer.step} steps" if trainer.step else ""
+        click.echo(
+            f"resuming after epoch {trainer.epoch} of {config.train.epochs}{steps}, from {trainer.resumed_from}"
+            + (f" (restart {restarted()})" if restarted() else "")
+        )
+    if grown := trainer.lineage.get("grown_from"):
+        click.echo(
+            f"begun from {grown['checkpoint']} of {grown['run']}, with its {grown['num_entities']:,} entities and "
+            f"{grown['num_relations']:,} relations"
+        )
 
 
 def summarise(test: Result, config: Config) -> None:
