@@ -25,6 +25,8 @@ def main() -> int:
     def parser_without_abbreviations() -> argparse.ArgumentParser:
         parser = make_parser()
         parser.allow_abbrev = False
+        # Schedulers announce a preemption by SIGUSR1, for which torchrun would simply die.
+        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
         return parser
 
     run.get_args_parser = parser_without_abbreviations

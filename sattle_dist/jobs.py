@@ -25,6 +25,7 @@ from sattle_dist.runtime import (
     end_with_parent,
     ending_on_signals,
     joined,
+    place_in_words,
     under_launcher,
 )
 
@@ -79,8 +80,8 @@ class Steps:
         self._tell = whereabouts.writer(Place.from_environment().local_rank) if whereabouts else None
 
     def note(self, epoch: int, step: int) -> None:
-        """Note that this step begins, both counted from 0."""
-        self.text = f"in epoch {epoch + 1}, step {step + 1}"
+        """Note that this step begins, both counted from 0; step -1 is the evaluation of an epoch."""
+        self.text = place_in_words(epoch + 1, step + 1)
         if self._tell:
             self._tell(epoch, step)
 

@@ -197,6 +197,11 @@ def ending_on_signals() -> Iterator[None]:
             signal.signal(number, old)
 
 
+def place_in_words(epoch: int, step: int) -> str:
+    """Say where a process was, both counted from 1; step 0 is the evaluation of the epoch."""
+    return f"in epoch {epoch}, step {step}" if step else f"in the evaluation after epoch {epoch}"
+
+
 class Whereabouts:
     """The epoch and step that each process of this machine is in, in a small file.
 
@@ -227,4 +232,4 @@ class Whereabouts:
         size = self._place.size
         noted = self.path.read_bytes()[local_rank * size :][:size]
         epoch, step = self._place.unpack(noted) if len(noted) == size else (0, 0)
-        return f"in epoch {epoch}, step {step}" if epoch else self.at_first
+        return place_in_words(epoch, step) if epoch else self.at_first

@@ -33,6 +33,9 @@ from sattle_dist.stopping import Interrupted
 REPORT_EVERY = 10  # steps; the loss is formed, and the device waited for, at these steps and at an epoch's last
 
 
+EVALUATING = -1  # in place of a step, for `on_step`
+
+
 class TrainingError(StoppedError):
     """A run that had to stop, said in one line for the user."""
 
@@ -236,6 +239,7 @@ class Trainer:
             print(f"warning: {problem}; training goes on, {self._last_checkpoint()}", file=sys.stderr, flush=True)
 
     def _evaluate(self, split: str) -> dict[str, float]:
+        self.on_step(self.epoch - (split == "test"), EVALUATING)
         positions = evaluate(self.learner, self.graph, split, self.config.eval.ties, self.config.train.seed)
         return metrics(positions.position, positions.candidates)
 
