@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from sattle_dist import checkpoint
@@ -92,7 +93,7 @@ class Saver:
             save_distributed(state, storage_writer=writer, process_group=self._group)
             if self.learner.group.rank == 0:
                 checkpoint.tidy(self.run_dir, self.keep, best_name)
-        except Exception as error:  # a full disk, a lost process: training decides what follows
+        except (Exception, CheckpointException) as error:  # a full disk, a lost process: training decides what follows
             if self.learner.group.rank == 0:
                 shutil.rmtree(writer.partial, ignore_errors=True)
             return f"{writer.final.name} could not be written: {checkpoint.reason_of(error)}"
