@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,16 @@ class Command:
         self.seen: dict[int, str] = {}  # process -> its command line
         self.deadline = time.monotonic() + TIMEOUT
 
-    def wait_for(self, text: str) -> None:
-        """Wait until the command has printed this, or ended."""
-        while text not in self.out.read_text():
-            assert self.process.poll() is None, f"ended too early:\n{self.err.read_text()}"
-            self._tick(f"printing {text!r}")
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Wait until the command has printed this so many times."""
+        self.wait_until(lambda: self.out.read_text().count(text) >= times, f"printing {text!r}")
         self.note_descendants()
+
+    def wait_until(self, happened: Callable[[], object], goal: str) -> None:
+        """Wait for something while the command runs."""
+        while not happened():
+            assert self.process.poll() is None, f"ended too early:\n{self.err.read_text()}"
+            self._tick(goal)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end of the command; give its exit code and what it wrote to stderr."""
@@ -89,7 +93,7 @@ class Command:
 
     def _tick(self, goal: str) -> None:
         assert time.monotonic() < self.deadline, f"no {goal} within {TIMEOUT} s:\n{self.err.read_text()}"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

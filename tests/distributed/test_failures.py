@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from sattle_dist import jobs, launch
+from sattle_dist import checkpoint, jobs, launch
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError
+from sattle_dist.config import Config, ConfigError, load_toml
+from sattle_dist.graph import Graph
 from sattle_dist.runtime import EXIT_LOST_PEER, WHEREABOUTS, Whereabouts, require_same_everywhere
+from sattle_dist.stopping import SAME_SIGNAL
+from sattle_dist.trainer import Trainer
+from tests.distributed.test_checkpoint import read_whole
 from tests.launching import SATTLE, SMALL, TORCHRUN, TRAIN, results, running, small_graph
 from tests.processes import run_processes
 
@@ -31,13 +38,13 @@ def endless(start: list[str], folder: Path, *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("start", "sent", "message"),
     [
-        ([*SATTLE, "--nproc", "1"], signal.SIGINT, "stopped by SIGINT"),
+        ([*SATTLE, "--nproc", "1"], signal.SIGUSR1, "stopped by SIGUSR1, saved as"),
         ([*SATTLE, "--nproc", "2"], signal.SIGINT, "stopped by SIGINT; all processes have ended"),
         ([*TORCHRUN, TRAIN, "--nproc", "2"], signal.SIGTERM, "stopped by SIGTERM; all processes have ended"),
     ],
-    ids=["Ctrl-C, 1 process", "Ctrl-C, 2 processes", "SIGTERM, 2 processes below torchrun"],
+    ids=["SIGUSR1, 1 process", "Ctrl-C, 2 processes", "SIGTERM, 2 processes below torchrun"],
 )
-def test_signals_end_all_processes_with_a_message(
+def test_signals_save_and_end_all_processes_with_a_message(
     start: list[str], sent: signal.Signals, message: str, tmp_path: Path
 ) -> None:
     with running(endless(start, tmp_path), tmp_path) as command:
@@ -49,6 +56,66 @@ def test_signals_end_all_processes_with_a_message(
     assert code == 128 + sent
     assert message in errors
     assert "Traceback" not in errors
+    saved = re.search(r"saved as (\S+)", errors)
+    assert saved
+    assert checkpoint.latest(tmp_path / "run") == Path(
+        saved[1]
+    )  # --save-every is 10 epochs: it is there for the signal
+    assert checkpoint.read_facts(Path(saved[1]))["step"] > 0 or "step" not in saved[1]
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """Even where the first can do nothing, because a process hangs."""
+    with running(endless([*SATTLE, "--nproc", "2"], tmp_path), tmp_path) as command:
+        command.wait_for("epoch 2/")
+        os.kill(command.note_descendants()[1], signal.SIGSTOP)
+        command.process.send_signal(signal.SIGTERM)
+        while "a second signal stops at once" not in command.err.read_text():
+            time.sleep(0.05)
+        time.sleep(SAME_SIGNAL + 0.1)  # sooner it would count as the same
+        assert command.process.poll() is None
+        command.process.send_signal(signal.SIGTERM)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+    assert code == 143
+    assert "stopped by SIGTERM; all processes have ended" in errors
+    assert "saved as" not in errors
+    assert "Traceback" not in errors
+
+
+def reference_run(group: Group, graph: Path, run_dir: Path, config: Config) -> None:
+    if group.rank == 0:
+        run_dir.mkdir()
+    group.barrier()
+    Trainer(config, Graph.open(graph), run_dir, group, torch.device("cpu")).run()
+
+
+def test_a_run_killed_three_times_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """kill -9 of either process, while it saves among other moments; the launcher starts all again, and says so."""
+    options = ["--epochs", "60", "--eval-every", "3", "--save-minutes", "0.001", "--max-restarts", "3"]
+    rng = random.Random(1)
+    with running(endless([*SATTLE, "--nproc", "2"], tmp_path, *options), tmp_path) as command:
+        for number in range(3):
+            command.wait_for("resuming after epoch" if number else "epoch 1/", number or 1)
+            if number:  # in the middle of a save
+                command.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("*.partial")), "saving")
+            os.kill(command.note_descendants()[rng.randrange(2)], signal.SIGKILL)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+        said = command.out.read_text()
+    assert code == 0, errors
+    restarts = [line for line in errors.splitlines() if "restart" in line]
+    assert len(restarts) == 3
+    for number, line in enumerate(restarts, 1):
+        assert re.match(r"error: the process of rank \d was killed by SIGKILL in ", line)
+        assert re.search(rf"; restart {number} of 3: all 2 processes begin again from epoch-\d+", line)
+    assert said.count("resuming after epoch") == 3
+
+    config = load_toml(tmp_path / "run" / "config.toml", Config())
+    run_processes(2, reference_run, tmp_path / "small", tmp_path / "whole", config.override({"threads": 1}, "test"))
+    ours, theirs = (read_whole(tmp_path / run / "checkpoints" / "latest") for run in ("run", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
@@ -115,14 +182,14 @@ def failure(local_rank: int, exitcode: int, seconds: int = 0) -> ProcessFailure:
     ("ends", "code", "message"),
     [
         # Whoever is noticed first, the process that was killed is the cause.
-        ([(EXIT_LOST_PEER, 0), (-9, 0), (-15, 0)], 1, "rank 1 was killed by SIGKILL in epoch 3, step 4"),
-        ([(-15, 0), (-11, 0)], 1, "rank 1 was killed by SIGSEGV in epoch 3, step 4"),
+        ([(EXIT_LOST_PEER, 0), (-9, 0), (-2, 0)], 1, "rank 1 was killed by SIGKILL in epoch 3, step 4"),
+        ([(-2, 0), (-11, 0)], 1, "rank 1 was killed by SIGSEGV in epoch 3, step 4"),
         ([(EXIT_LOST_PEER, 0), (-15, 0)], 1, "rank 1 was killed by SIGTERM in epoch 3, step 4"),
         ([(-9, 0), (EXIT_LOST_PEER, 0)], 1, "rank 0 was killed by SIGKILL before the first step"),
         ([(EXIT_LOST_PEER, 0), (EXIT_LOST_PEER, 0)], 1, "rank 0 lost the others before the first step"),
         ([(1, 0), (-9, launch.SHUTDOWN_SECONDS)], 1, "rank 1 hung in epoch 3, step 4 and was killed"),
-        ([(-15, 0), (2, 0)], 2, ""),  # it has said why itself
-        ([(-15, 0), (1, 0)], 1, ""),
+        ([(-2, 0), (2, 0)], 2, ""),  # it has said why itself
+        ([(-2, 0), (1, 0)], 1, ""),
     ],
 )
 def test_the_launcher_finds_the_cause(ends: list[tuple[int, int]], code: int, message: str, tmp_path: Path) -> None:
