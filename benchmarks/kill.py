@@ -34,7 +34,7 @@ from benchmarks.record import stamp, write
 SMALL = ["--dim", "32", "--num-heads", "4", "--dim-hidden", "128", "--batch-size", "128", "--threads", "1"]
 OFTEN = ["--eval-every", "2", "--save-every", "3", "--save-minutes", "0.005", "--device", "cpu", "--timeout", "1"]
 PHASES = ("step", "saving", "evaluation")
-LIMIT = 120.0  # seconds without the wanted moment, or without an end
+LIMIT = 600.0  # seconds without the wanted moment, or without an end
 
 
 class Run:
@@ -182,6 +182,7 @@ def change_processes(folder: Path, epochs: int) -> dict[str, Any]:
     return {
         "processes": [1, 3, 2],
         "exit_code": code,
+        "resumed": [line for line in run.log.read_text().splitlines() if line.startswith("resuming")],
         "killed_against_2": difference(run, whole),
         # What rounding alone makes of a run that nobody killed.
         "uninterrupted_1_against_2": difference(finished(folder / "alone", epochs, 1), whole),
@@ -259,8 +260,9 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25)
-    parser.add_argument("--epochs", type=int, default=90)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-record", action="store_true", help="only print what was found")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="sattle_kill_"))
     try:
@@ -270,6 +272,9 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {"stamp": stamp(), "killed": killed, "changed": changed, "full_disk": disk}
+    print(json.dumps(result, indent=1))
+    if options.no_record:
+        return
     rows = [
         ("kills (step, saving, evaluation)", ", ".join(str(killed["kills"].get(phase, 0)) for phase in PHASES)),
         (
