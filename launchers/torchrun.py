@@ -13,6 +13,7 @@ import signal
 import sys
 
 EXIT_USAGE = 2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def main() -> int:
@@ -37,6 +38,8 @@ def main() -> int:
     except ChildFailedError as failed:
         if any(failure.exitcode == EXIT_USAGE for failure in failed.failures.values()):
             return EXIT_USAGE
+        if stopped := [f.exitcode for f in failed.failures.values() if f.exitcode - 128 in STOP_SIGNALS]:
+            return max(stopped)  # one of the processes was asked to stop, and all have saved and said so
         print(failed, file=sys.stderr)  # torch's table of what happened to which rank
         return 1
     return 0

@@ -73,11 +73,11 @@ def run_workers(
             whereabouts.path.write_bytes(b"")
             more = only_first if attempt == 0 else ()
             failures = run_once([*arguments, *more], nproc, folder)
+            if not failures:
+                return 0
             if shepherd.stopped_by:
                 say(f"\nstopped by {shepherd.stopped_by.name}; all processes have ended{hint}")
                 return 128 + shepherd.stopped_by
-            if not failures:
-                return 0
             code, message = explain(failures, whereabouts)
             if code not in (EXIT_FAILED, EXIT_LOST_PEER) or attempt == restarts.most:
                 if message:

@@ -54,7 +54,8 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> None:
         draft = file.with_name("config.toml.draft")
         draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
         os.replace(draft, file)
-        (run_dir / "test.json").unlink(missing_ok=True)
+        for result in ("test.json", "test_positions.parquet"):
+            (run_dir / result).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
 

@@ -88,12 +88,15 @@ class Saver:
         return dict(self._copies)
 
     def _write(self, state: dict[str, Tensor], writer: CheckedWriter, best_name: str, began: float) -> str:
-        """Write a checkpoint and remove old ones; give what went wrong instead of raising it."""
+        """Write a checkpoint and remove old ones; give what went wrong with the files.
+
+        A lost process is no such thing: that error stays in the future, for the thread that trains.
+        """
         try:
             save_distributed(state, storage_writer=writer, process_group=self._group)
             if self.learner.group.rank == 0:
                 checkpoint.tidy(self.run_dir, self.keep, best_name)
-        except (Exception, CheckpointException) as error:  # a full disk, a lost process: training decides what follows
+        except (CheckpointException, OSError) as error:
             if self.learner.group.rank == 0:
                 shutil.rmtree(writer.partial, ignore_errors=True)
             return f"{writer.final.name} could not be written: {checkpoint.reason_of(error)}"

@@ -37,6 +37,8 @@ def start(config: Config) -> int:
         choose_device(config.run.device, replace(place, local_world_size=nproc))  # refuses more than there are GPUs
         if graph.num_triples["train"] == 0:
             raise ConfigError(f"{graph.path} has no training triples")
+        if config.eval.patience and not config.eval.eval_every:
+            raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
         config = config.override({"graph": str(graph.path), "nproc": nproc}, "command line")
         if restarted():
             config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time

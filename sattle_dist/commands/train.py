@@ -58,7 +58,8 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
       sattle train --graph my.graph --nproc 4           four processes on this machine
       torchrun --nproc-per-node 4 launchers/train.py    the same through torchrun, also over many machines
 
-    A run directory that already holds this run is resumed from its last checkpoint.
+    A run directory that already holds this run is resumed from its last checkpoint. SIGTERM, SIGUSR1 or Ctrl-C save
+    and stop; a second one stops at once.
     """
     from sattle_dist import training
     from sattle_dist.precision import usable_precision
