@@ -72,11 +72,10 @@ def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
 
 def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph: Graph) -> None:
     """Raise ConfigError where the run in the directory is not the one that is asked for."""
-    begin_anew = f"or begin a new run from it with `--grow-from {run_dir}` and another --out"
     if differing := differences(facts["config"], config):
         raise ConfigError(
-            f"{run_dir} holds a run with other settings ({'; '.join(differing)}); "
-            f"use the same settings to resume it, {begin_anew}"
+            f"{run_dir} holds a run with other settings ({'; '.join(differing)}); use the same settings to resume it, or "
+            f"another --out, where `--grow-from {run_dir}` begins with what it has learnt if the model is the same"
         )
     if facts["graph_checksum"] != graph.checksum:
         raise ConfigError(

@@ -39,7 +39,8 @@ def start(config: Config) -> int:
             raise ConfigError(f"{graph.path} has no training triples")
         if config.eval.patience and not config.eval.eval_every:
             raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
-        config = config.override({"graph": str(graph.path), "nproc": nproc}, "command line")
+        grow_from = str(Path(config.run.grow_from).absolute()) if config.run.grow_from else ""
+        config = config.override({"graph": str(graph.path), "nproc": nproc, "grow_from": grow_from}, "command line")
         if restarted():
             config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time
         alone = nproc == 1 and (not config.run.max_restarts or Whereabouts.from_environment() is not None)
