@@ -74,8 +74,8 @@ def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph:
     """Raise ConfigError where the run in the directory is not the one that is asked for."""
     if differing := differences(facts["config"], config):
         raise ConfigError(
-            f"{run_dir} holds a run with other settings ({'; '.join(differing)}); use the same settings to resume it, or "
-            f"another --out, where `--grow-from {run_dir}` begins with what it has learnt if the model is the same"
+            f"{run_dir} holds a run with other settings ({'; '.join(differing)}); use the same settings to resume it, "
+            f"or another --out, where `--grow-from {run_dir}` begins with what it has learnt if the model is the same"
         )
     if facts["graph_checksum"] != graph.checksum:
         raise ConfigError(
