@@ -107,6 +107,7 @@ class Trainer:
     def test(self) -> Result:
         """Evaluate test, once, with the best checkpoint; return its result."""
         name, epoch = self._take_best()
+        self.on_step(self.epoch - 1, EVALUATING)
         return report_test(self.learner, self.graph, self.config, self.run_dir, checkpoint=name, epoch=epoch)
 
     def _train_epoch(self) -> None:
@@ -239,7 +240,7 @@ class Trainer:
             print(f"warning: {problem}; training goes on, {self._last_checkpoint()}", file=sys.stderr, flush=True)
 
     def _evaluate(self, split: str) -> dict[str, float]:
-        self.on_step(self.epoch - (split == "test"), EVALUATING)
+        self.on_step(self.epoch, EVALUATING)
         positions = evaluate(self.learner, self.graph, split, self.config.eval.ties, self.config.train.seed)
         return metrics(positions.position, positions.candidates)
 
