@@ -190,6 +190,7 @@ def failure(local_rank: int, exitcode: int, seconds: int = 0) -> ProcessFailure:
         ([(1, 0), (-9, launch.SHUTDOWN_SECONDS)], 1, "rank 1 hung in epoch 3, step 4 and was killed"),
         ([(-2, 0), (2, 0)], 2, ""),  # it has said why itself
         ([(-2, 0), (1, 0)], 1, ""),
+        ([(143, 0), (-2, 0)], 143, ""),  # a worker alone was asked to stop: all have saved, and rank 0 has said so
     ],
 )
 def test_the_launcher_finds_the_cause(ends: list[tuple[int, int]], code: int, message: str, tmp_path: Path) -> None:

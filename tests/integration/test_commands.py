@@ -184,6 +184,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--graph", "x" * 300], "File name too long"),
         (["train", "--graph", "g", "--out", "x" * 300], "File name too long"),
         (["train", "--graph", "g", "--out", "own"], "was not written by a run and would be overwritten"),
+        (["train", "--graph", "g", "--patience", "2", "--eval-every", "0"], "--eval-every must be at least 1"),
+        (
+            ["train", "--graph", "g", "--resume", "latest", "--out", "empty"],
+            "empty holds no checkpoint; leave --resume",
+        ),
+        (["train", "--graph", "g", "--grow-from", "none", "--out", "grown"], "no run at"),
         (["train", "--graph", "g", "--nproc", "21"], "21 processes cannot share 20 entities; use --nproc 20"),
         (["train", "--graph", "g", "--out", "file/run"], "Not a directory"),
         (["train", "--graph", "g", "--device", "cuda"], "--device cuda"),
