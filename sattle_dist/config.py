@@ -106,6 +106,9 @@ class RunConfig:
     """How a run is carried out; nothing here changes its numbers beyond rounding."""
 
     graph: str = setting("", "Graph directory made by sattle-ingest [default: the built-in family graph].")
+    dataset: str = setting(
+        "", "Benchmark to train where no graph is named: FB15k-237 or WN18RR, put into the cache on first use."
+    )
     out: str = setting("", "Run directory [default: runs/GRAPH-DATE-TIME].")
     nproc: int = setting(
         0, "Processes on this machine [default: one per GPU, else one; under torchrun: its own].", least=0
