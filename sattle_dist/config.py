@@ -75,6 +75,12 @@ class TrainConfig:
         choices=("bce", "kvsall", "softmax"),
     )
     label_smoothing: float = setting(0.0, "Label smoothing (the paper: 0.1 with bce).", least=0, below=1)
+    weight_power: float = setting(
+        1.0,
+        "bce, softmax: a query of k targets weighs k to this power; 1: triples weigh the same (the paper), 0: queries.",
+        least=0,
+        most=1,
+    )
     batch_size: int = setting(512, "Queries per step, over all processes together.", least=1)
     epochs: int = setting(60, "Passes over all training queries.", least=1)
     learning_rate: float = setting(0.003, "Adam's learning rate, at its peak.", above=0)

@@ -1,11 +1,12 @@
 """The 1-N losses over one shard of the entity table, without labels, and with scores in a buffer of bounded size.
 
 Scores are x_ji = E_j . q_i + b_j for rows E [S, D], bias b [S] and queries q [G, D]; N entities in all; query i has
-targets T_i and weight w_i (bce, softmax: the number of its targets; kvsall: 1); W = sum_i w_i; e is the smoothing.
+targets T_i and weight w_i (bce, softmax: the number of its targets; kvsall: 1), each of its targets the weight v_i = 1;
+W = sum_i w_i; e is the smoothing. Where queries weigh less than their targets number, w_i = k_i^p, v_i = k_i^(p - 1).
 
-    bce, kvsall   sum_i [w_i sum_j softplus(x_ji) - u w_i sum_j x_ji - (1 - e) sum_{t in T_i} x_ti] / (N W)
+    bce, kvsall   sum_i [w_i sum_j softplus(x_ji) - u w_i sum_j x_ji - (1 - e) v_i sum_{t in T_i} x_ti] / (N W)
                   with u = 1 / N where there is smoothing, else 0: labels (1 - e) y + 1 / N, as the authors have it
-    softmax       sum_i [w_i logsumexp_j x_ji     - u w_i sum_j x_ji - (1 - e) sum_{t in T_i} x_ti] / W
+    softmax       sum_i [w_i logsumexp_j x_ji     - u w_i sum_j x_ji - (1 - e) v_i sum_{t in T_i} x_ti] / W
                   with u = e / N, as torch's cross_entropy has it
 
 Loss and gradients are formed together, block of rows by block of rows, in one reused buffer: sigmoid or exp2 overwrites
@@ -66,6 +67,7 @@ class ShardTask:
     targets: ShardTargets
     query_weight: Tensor  # [G]
     total_weight: float  # W
+    target_weight: Tensor | None = None  # [G] v; None: 1
 
     @property
     def row_bytes(self) -> int:
@@ -160,10 +162,13 @@ class OneToAllLoss:
         return (log_sum * share - self._rewards(task, uniform)) * scale
 
     def _rewards(self, task: ShardTask, uniform: float) -> Tensor:
-        """Sum what lowers the loss: u w_i sum_j x_ji + (1 - e) sum_{t in T_i} x_ti, over this shard."""
+        """Sum what lowers the loss: u w_i sum_j x_ji + (1 - e) v_i sum_{t in T_i} x_ti, over this shard."""
         hits = torch.zeros((), dtype=torch.float64, device=task.rows.device)
         for query, row in task.targets.pieces():
-            hits += ((task.query[query] * task.rows[row]).sum(1) + task.bias[row]).sum(dtype=torch.float64)
+            score = (task.query[query] * task.rows[row]).sum(1) + task.bias[row]
+            if task.target_weight is not None:
+                score *= task.target_weight[query]
+            hits += score.sum(dtype=torch.float64)
         hits *= 1 - self.smoothing
         if uniform:
             weight = task.query_weight
@@ -228,9 +233,11 @@ class _Gradients:
             self.grad_rows -= weight @ task.query
             self.grad_bias -= weight.sum()
         for query, row in task.targets.pieces():
-            grad_query.index_add_(0, query, task.rows[row], alpha=-hit)
-            self.grad_rows.index_add_(0, row, task.query[query], alpha=-hit)
-            self.grad_bias.index_add_(0, row, torch.full_like(row, -hit, dtype=self.grad_bias.dtype))
+            weight = torch.ones((), device=row.device) if task.target_weight is None else task.target_weight[query]
+            weight = weight.to(grad_query.dtype).expand(len(row))
+            grad_query.index_add_(0, query, task.rows[row] * weight[:, None], alpha=-hit)
+            self.grad_rows.index_add_(0, row, task.query[query] * weight[:, None], alpha=-hit)
+            self.grad_bias.index_add_(0, row, weight, alpha=-hit)
 
 
 def product(a: Tensor, b: Tensor, *, plus: Tensor | None, out: Tensor, dtype: torch.dtype) -> None:
@@ -250,23 +257,35 @@ def product(a: Tensor, b: Tensor, *, plus: Tensor | None, out: Tensor, dtype: to
 
 
 def dense_loss(
-    name: str, query: Tensor, rows: Tensor, bias: Tensor, targets: list[list[int]], smoothing: float
+    name: str,
+    query: Tensor,
+    rows: Tensor,
+    bias: Tensor,
+    targets: list[list[int]],
+    smoothing: float,
+    weight_power: float = 1.0,
 ) -> Tensor:
-    """State the losses plainly: full scores [G, N], dense labels, one example per triple (kvsall: per query)."""
+    """State the losses plainly: full scores [G, N], dense labels, one example per triple (kvsall: per query).
+
+    A triple whose query has k targets weighs k ** (weight_power - 1) in the mean over the examples.
+    """
     scores = query @ rows.T + bias
     num_entities = len(rows)
     if name == "kvsall":
         labels = torch.zeros_like(scores)
         for i, ids in enumerate(targets):
             labels[i, ids] = 1
-        examples = scores
+        examples, weight = scores, scores.new_ones(len(targets))
     else:
         place = torch.tensor([i for i, ids in enumerate(targets) for _ in ids])
         target = torch.tensor([t for ids in targets for t in ids])
         examples = scores[place]
+        weight = scores.new_tensor([len(targets[i]) ** (weight_power - 1) for i in place])
         if name == "softmax":
-            return F.cross_entropy(examples, target, label_smoothing=smoothing)
+            losses = F.cross_entropy(examples, target, label_smoothing=smoothing, reduction="none")
+            return (losses * weight).sum() / weight.sum()
         labels = F.one_hot(target, num_entities).to(scores.dtype)
     if smoothing:
         labels = (1 - smoothing) * labels + 1 / num_entities
-    return F.binary_cross_entropy_with_logits(examples, labels)
+    losses = F.binary_cross_entropy_with_logits(examples, labels, reduction="none").mean(1)
+    return (losses * weight).sum() / weight.sum()

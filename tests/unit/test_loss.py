@@ -21,12 +21,18 @@ class OneProcess:
         return x
 
 
-def make_task(name: str, dtype: torch.dtype, scale: float = 1.0) -> tuple[ShardTask, list[list[int]]]:
+def make_task(
+    name: str, dtype: torch.dtype, scale: float = 1.0, power: float | None = None
+) -> tuple[ShardTask, list[list[int]]]:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)  # noqa: E731
     rng = np.random.default_rng(1)
     targets = [sorted(rng.choice(N, k, replace=False).tolist()) for k in NUM_TARGETS]
     weight = torch.tensor([1 if name == "kvsall" else k for k in NUM_TARGETS], dtype=dtype)
+    target_weight = None
+    if power is not None:
+        weight = torch.tensor([k**power if k else 0 for k in NUM_TARGETS], dtype=dtype)
+        target_weight = torch.tensor([k**power / k if k else 0 for k in NUM_TARGETS], dtype=dtype)
     pairs = np.array([(i, t) for i, ts in enumerate(targets) for t in ts])
     task = ShardTask(
         query=draw(G, D),
@@ -35,6 +41,7 @@ def make_task(name: str, dtype: torch.dtype, scale: float = 1.0) -> tuple[ShardT
         targets=ShardTargets.of(pairs[:, 0], pairs[:, 1], num_queries=G, device=CPU),
         query_weight=weight,
         total_weight=float(weight.sum()),
+        target_weight=target_weight,
     )
     return task, targets
 
@@ -51,9 +58,11 @@ def run(name: str, task: ShardTask, smoothing: float, budget: int) -> tuple[torc
     return value, grad_query, grad_rows, grad_bias
 
 
-def run_dense(name: str, task: ShardTask, targets: list[list[int]], smoothing: float) -> tuple[torch.Tensor, ...]:
+def run_dense(
+    name: str, task: ShardTask, targets: list[list[int]], smoothing: float, power: float = 1.0
+) -> tuple[torch.Tensor, ...]:
     leaves = [x.double().requires_grad_() for x in (task.query, task.rows, task.bias)]
-    value = dense_loss(name, *leaves, targets, smoothing)
+    value = dense_loss(name, *leaves, targets, smoothing, power)
     value.backward()
     return value.detach(), *(leaf.grad for leaf in leaves)
 
@@ -66,6 +75,16 @@ def test_equals_dense_formula(name: str, smoothing: float, block: int) -> None:
     task, targets = make_task(name, torch.float64)
     ours = run(name, task, smoothing, budget=block * G * 8)
     for mine, theirs in zip(ours, run_dense(name, task, targets, smoothing), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["bce", "softmax"])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_queries_may_weigh_less_than_their_targets_number(name: str, power: float) -> None:
+    """Against the mean over triples, each with the weight of its query's power."""
+    task, targets = make_task(name, torch.float64, power=power)
+    ours = run(name, task, 0.1, budget=7 * G * 8)
+    for mine, theirs in zip(ours, run_dense(name, task, targets, 0.1, power), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
 
 
