@@ -163,8 +163,8 @@ def offline_help(dataset: Dataset, address: str, reason: str) -> str:
     """Say why the download failed and how to do without it."""
     return (
         f"cannot download {dataset.name} from {address}: {reason}. Without a network: put {_listed(dataset)} into a "
-        f"folder FOLDER/{dataset.name} and name it by --data-dir FOLDER or {DATA_VARIABLE}=FOLDER; a mirror with "
-        f"{dataset.name}.tar.gz can be named by {ADDRESS_VARIABLE}"
+        f"folder FOLDER/{dataset.name} and set {DATA_VARIABLE}=FOLDER (or sattle-ingest --data-dir FOLDER); a mirror "
+        f"that has {dataset.name}.tar.gz can be named by {ADDRESS_VARIABLE}"
     )
 
 

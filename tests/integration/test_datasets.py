@@ -168,7 +168,7 @@ def test_offline_says_what_to_do(
     result = run("--dataset", "WN18RR", "--out", tmp_path / "graph")
     assert result.exit_code == 2
     assert re.search(rf"cannot download WN18RR from \S+/WN18RR.tar.gz: .*{reason}", result.stderr)
-    assert "FOLDER/WN18RR and name it by --data-dir FOLDER or SATTLE_DATA=FOLDER" in result.stderr
+    assert "FOLDER/WN18RR and set SATTLE_DATA=FOLDER (or sattle-ingest --data-dir FOLDER)" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 
