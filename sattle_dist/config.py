@@ -71,8 +71,9 @@ class TrainConfig:
 
     loss: str = setting(
         "softmax",
-        "1-N loss: bce (the paper), kvsall (bce with one example per query), or softmax.",
-        choices=("bce", "kvsall", "softmax"),
+        "1-N loss: bce (the paper), kvsall (bce with one example per query), softmax, or filtered (softmax of each "
+        "target among the entities that are no other target of its query).",
+        choices=("bce", "kvsall", "softmax", "filtered"),
     )
     label_smoothing: float = setting(0.0, "Label smoothing (the paper: 0.1 with bce).", least=0, below=1)
     weight_power: float = setting(

@@ -27,6 +27,8 @@ N, R, BATCH = 131, 3, 16
 CASES = [
     *itertools.product(("bce", "kvsall", "softmax"), ("twomult", "tucker"), (1.0,)),
     ("softmax", "twomult", 0.0),  # weight_power: every query weighs 1, a k-th of it each of its k targets
+    ("filtered", "twomult", 1.0),
+    ("filtered", "tucker", 0.0),
 ]
 
 

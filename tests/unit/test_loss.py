@@ -67,7 +67,7 @@ def run_dense(
     return value.detach(), *(leaf.grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("block", [1, 7, N, N + 100])
 def test_equals_dense_formula(name: str, smoothing: float, block: int) -> None:
@@ -78,7 +78,7 @@ def test_equals_dense_formula(name: str, smoothing: float, block: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["bce", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "softmax", "filtered"])
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_queries_may_weigh_less_than_their_targets_number(name: str, power: float) -> None:
     """Against the mean over triples, each with the weight of its query's power."""
@@ -88,7 +88,7 @@ def test_queries_may_weigh_less_than_their_targets_number(name: str, power: floa
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 @pytest.mark.parametrize("block", [7, N])
 def test_single_precision_and_huge_scores(name: str, block: int) -> None:
     """float32 at scores up to about 1e4 in size: finite, and as near to the double result as float32 allows."""
@@ -128,7 +128,7 @@ def test_repeated_targets_are_refused() -> None:
         ShardTargets.of(np.array([0, 1, 0]), np.array([5, 5, 5]), num_queries=2, device=CPU)
 
 
-@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 def test_small_blocks_of_a_kept_buffer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All scores fit the budget, but the cache holds only some rows at a time."""
     task, targets = make_task(name, torch.float64)
