@@ -24,7 +24,7 @@ import click
 from benchmarks import record, reproduction_page
 from benchmarks.paper_figures import HITS, ROWS
 from sattle_dist.commands.train import resolve_config
-from sattle_dist.config import Config, load_toml, settings
+from sattle_dist.config import Config, ConfigError, load_toml, settings
 
 RESULT = record.RESULTS / "reproduction.json"
 CURVE_EPOCHS = 60
@@ -174,7 +174,11 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     metrics = read_metrics(run_dir)
     if not metrics or not (run_dir / "config.toml").exists():
         return None
-    ran, asked = load_toml(run_dir / "config.toml", Config()), job.config()
+    try:
+        ran, asked = load_toml(run_dir / "config.toml", Config()), job.config()
+    except ConfigError as error:  # a run of another version
+        click.echo(f"passed over: {error}", err=True)
+        return None
     if ran.model != asked.model or not same_training(ran, asked):
         return None
     metrics, sittings = metrics[: asked.train.epochs], Sittings(run_dir / "sittings.json")
@@ -204,9 +208,10 @@ def same_training(ran: Config, asked: Config) -> bool:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read a run's line of each epoch."""
+    """Read a run's line of each epoch; the last may be half there while it is written."""
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from sattle_dist.graph import GraphError, Int64s
 from sattle_dist.randomness import to_device
 
 TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
+NO_RIVAL = 1e30  # a margin that no two scores have
 CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the products that write and read them
 LOG2_E = math.log2(math.e)
 
@@ -158,15 +159,16 @@ class OneToAllLoss:
         scale, query = 1 / task.total_weight, task.targets.query
         others = self._sum_powers(task, struck_out=True)
         margin = self._target_scores(task) - others.log_sum()[query]  # z [P]
-        pull = task.target_weights() * (1 - self.smoothing - margin.sigmoid()) * scale  # [P]
+        weight = task.target_weights() * (margin < NO_RIVAL)  # a query that has every entity as a target says nothing
+        pull = weight * (1 - self.smoothing - margin.sigmoid()) * scale  # [P]
         own = torch.zeros_like(task.query_weight).index_add_(0, query, pull)
         push = self.group.all_gather(own[None], "softmax").sum(0)  # [G] the targets of a query lie in many shards
         self._add_shares(task, gradients, others, push)
         gradients.finish(0.0, -pull)
         if not report:
             return None
-        losses = (1 - self.smoothing) * F.softplus(-margin) + self.smoothing * F.softplus(margin)
-        return losses.double() @ task.target_weights().double() * scale
+        losses = (1 - self.smoothing) * F.softplus(-margin) + self.smoothing * F.softplus(margin.clamp_max(NO_RIVAL))
+        return losses.double() @ weight.double() * scale
 
     def _sum_powers(self, task: ShardTask, *, struck_out: bool) -> _Powers:
         """Sum 2^x over all candidates of all shards, but for a query's targets where they are struck out."""

@@ -18,6 +18,7 @@ from sattle_dist.learner import Learner
 from sattle_dist.loss import dense_loss
 from sattle_dist.randomness import Permutation, draw_masks
 from sattle_dist.sharding import Sharding
+from sattle_dist.trainer import Trainer
 from tests import reference
 from tests.graphs import random_splits, write_graph
 from tests.processes import run_processes
@@ -241,12 +242,25 @@ def test_an_empty_shard(tmp_path: Path) -> None:
 
 def last_losses(group: Group, path: Path) -> list[float]:
     losses = []
-    for loss in ("bce", "kvsall", "softmax"):
+    for loss in ("bce", "kvsall", "softmax", "filtered"):
         learner, batches = make_learner(make_config(loss, "twomult"), Graph.open(path), group)
         for epoch in range(3):
             value = learner.step(next(batches.epoch(epoch)), epoch, 0, rate=0.01, report=True)
         losses.append(group.all_reduce(value, "loss").item())
     return losses
+
+
+def trained_weights(group: Group, path: Path) -> tuple[list[int], list[float]]:
+    config = make_config("softmax", "twomult", weight_power=0.5)
+    trainer = Trainer(config, Graph.open(path), path.parent / "run", group, CPU)
+    batch = next(trainer.batches.epoch(0))
+    return batch.targets.query.bincount(minlength=len(batch.query_weight)).tolist(), batch.query_weight.tolist()
+
+
+def test_a_run_weighs_its_queries_as_it_is_told(graph_path: Path) -> None:
+    ((number, weight),) = run_processes(1, trained_weights, graph_path)
+    assert max(number) > 1
+    assert weight == pytest.approx([n**0.5 for n in number])
 
 
 def test_more_processes_than_entities() -> None:

@@ -101,6 +101,18 @@ def test_single_precision_and_huge_scores(name: str, block: int) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=2e-5 * scale)
 
 
+def test_a_query_with_every_entity_as_a_target_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left for its targets to win against; the other queries are as they would be without it."""
+    monkeypatch.setattr("tests.unit.test_loss.NUM_TARGETS", (*NUM_TARGETS[:-1], N))
+    full, _ = make_task("filtered", torch.float32, power=0.0)
+    ours = run("filtered", full, 0.1, budget=1 << 20)
+    monkeypatch.setattr("tests.unit.test_loss.NUM_TARGETS", (*NUM_TARGETS[:-1], 0))
+    task, targets = make_task("filtered", torch.float32, power=0.0)
+    share = task.total_weight / full.total_weight
+    for mine, theirs in zip(ours, run_dense("filtered", task, targets, 0.1, 0.0), strict=True):
+        torch.testing.assert_close(mine.double(), theirs * share, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["bce", "softmax"])
 def test_rounded_products_stay_near(name: str) -> None:
     """bfloat16 factors: within their three digits of the double result."""
