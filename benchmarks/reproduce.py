@@ -193,9 +193,8 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     }
     if is_done(run_dir, asked.train.epochs) and len(read_metrics(run_dir)) == asked.train.epochs:
         test = json.loads((run_dir / "test.json").read_text())
-        scores = test.get("metrics", test)
-        result["test"] = {key: round(scores[key], 5) for key in ("mrr", *HITS)}
-        result["epoch_tested"] = test.get("protocol", {}).get("epoch", len(metrics))
+        result["test"] = {key: round(test["metrics"][key], 5) for key in ("mrr", *HITS)}
+        result["epoch_tested"] = test["protocol"]["epoch"]
     return result
 
 
