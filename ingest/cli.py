@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ingest.build import IngestReport, ingest_triples
+from ingest.datasets import DATASETS, dataset_folder
 from ingest.errors import IngestError
 from ingest.info import describe, render
 from ingest.options import FORMATS, SPLITS, IngestOptions, parse_size
@@ -54,6 +55,8 @@ _PATH = click.Path(path_type=Path)
 @click.option("--train", multiple=True, metavar="FILE", help="Training triples; may be repeated.")
 @click.option("--valid", multiple=True, metavar="FILE", help="Validation triples; may be repeated.")
 @click.option("--test", multiple=True, metavar="FILE", help="Test triples; may be repeated.")
+@click.option("--dataset", metavar="|".join(DATASETS), help="A benchmark by name, downloaded if need be.")
+@click.option("--data-dir", type=_PATH, help="Folder that holds the dataset's folder.  [default: SATTLE_DATA]")
 @click.option("--append-to", type=_PATH, metavar="GRAPH", help="Extend this graph; its ids stay as they are.")
 @click.option("--name", help="Name of the graph.  [default: from --out]")
 @click.option("--format", "format", type=click.Choice(FORMATS), default="auto", show_default=True)
@@ -77,6 +80,8 @@ def ingest(
     train: tuple[str, ...],
     valid: tuple[str, ...],
     test: tuple[str, ...],
+    dataset: str | None,
+    data_dir: Path | None,
     quiet: bool,
     **values: Any,
 ) -> None:
@@ -84,12 +89,16 @@ def ingest(
 
     INPUT is a file of triples (TSV, CSV, N-Triples or Parquet; plain, gz, zst or bz2), several, a glob, - for standard
     input, or a directory with train, valid and test files. An unsplit input is split by a hash of its triples.
+    With --dataset the input is a published benchmark: from --data-dir or SATTLE_DATA, else downloaded and cached.
     """
     if values["delimiter"] == "\\t":
         values["delimiter"] = "\t"
     display = nullcontext() if quiet else StageDisplay(sys.stderr)
     try:
+        _check_dataset(dataset, data_dir, inputs + train + valid + test)
         with display as progress:
+            if dataset:
+                inputs = (str(dataset_folder(dataset, data_dir, progress)),)
             report = ingest_triples(
                 inputs, train=train, valid=valid, test=test, options=IngestOptions(**values), progress=progress
             )
@@ -97,6 +106,13 @@ def ingest(
         raise UserError(str(error)) from None
     if not quiet:
         _print_report(report)
+
+
+def _check_dataset(dataset: str | None, data_dir: Path | None, others: tuple[str, ...]) -> None:
+    if dataset and others:
+        raise IngestError(f"give either --dataset or files, not both (--dataset is {dataset}, a file is {others[0]})")
+    if data_dir is not None and not dataset:
+        raise IngestError(f"--data-dir {data_dir} needs --dataset: name one of {', '.join(DATASETS)}")
 
 
 def _print_report(report: IngestReport) -> None:

@@ -12,7 +12,6 @@ rule whose body lies in train, so one step of reasoning recovers it.
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from collections import Counter, defaultdict
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ingest.build import ingest_triples
+from ingest.cache import CACHE_VARIABLE, cache_folder, is_graph
 from ingest.errors import IngestError
 from ingest.options import IngestOptions
 
@@ -30,9 +30,6 @@ _T = TypeVar("_T")
 
 FAMILIES_VERSION = 1
 """Names the cached graph's folder: raise it when the default output of family_triples or the graph format changes."""
-
-CACHE_VARIABLE = "SATTLE_CACHE"
-"""Environment variable with the folder to use in place of the user's cache folder."""
 
 HELD_OUT_ONE_IN = 20
 """One in so many facts of each relation goes to valid, and again to test."""
@@ -269,13 +266,13 @@ def ensure_family_graph() -> Path:
 
     Several processes may call this at once: each builds its own beside the place, and the first to finish wins.
     """
-    graph = _cache_folder() / f"families-v{FAMILIES_VERSION}"
-    if _is_graph(graph):
+    graph = cache_folder() / f"families-v{FAMILIES_VERSION}"
+    if is_graph(graph):
         return graph
     try:
         _make_graph(graph)
     except (IngestError, OSError) as error:
-        if not _is_graph(graph):  # otherwise another process was first
+        if not is_graph(graph):  # otherwise another process was first
             reason = error.strerror if isinstance(error, OSError) else error
             raise IngestError(
                 f"cannot make the built-in graph {graph.name} in the cache folder {graph.parent}: {reason}. "
@@ -292,23 +289,3 @@ def _make_graph(graph: Path) -> None:
             lines = ["\t".join(triple) + "\n" for triple in triples]
             (Path(folder) / f"{split}.tsv").write_text("".join(lines), encoding="utf-8", newline="")
         ingest_triples([folder], options=IngestOptions(out=graph, name="families", format="tsv"))
-
-
-def _is_graph(graph: Path) -> bool:
-    try:
-        return (graph / "manifest.json").is_file()  # written last, so the graph is whole
-    except OSError:
-        return False  # a folder that may not be entered; making the graph will say so
-
-
-def _cache_folder() -> Path:
-    """Find the cache folder; empty variables count as unset, and so does a relative XDG_CACHE_HOME (its standard)."""
-    own, xdg = os.environ.get(CACHE_VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", "")
-    if own:
-        return Path(own).absolute()
-    if os.path.isabs(xdg):
-        return Path(xdg) / "sattle-dist"
-    try:
-        return Path.home() / ".cache" / "sattle-dist"
-    except RuntimeError:
-        raise IngestError(f"this user has no home folder to cache in; set {CACHE_VARIABLE} to a folder") from None

@@ -8,6 +8,7 @@ from typing import TextIO
 
 _EVERY_SECONDS = 0.2
 _WORDS = {
+    "download": "downloading bytes",
     "read": "reading lines",
     "label": "sorting labels",
     "number": "numbering triples",

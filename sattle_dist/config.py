@@ -71,10 +71,17 @@ class TrainConfig:
 
     loss: str = setting(
         "softmax",
-        "1-N loss: bce (the paper), kvsall (bce with one example per query), or softmax.",
-        choices=("bce", "kvsall", "softmax"),
+        "1-N loss: bce (the paper), kvsall (bce with one example per query), softmax, or filtered (softmax of each "
+        "target among the entities that are no other target of its query).",
+        choices=("bce", "kvsall", "softmax", "filtered"),
     )
     label_smoothing: float = setting(0.0, "Label smoothing (the paper: 0.1 with bce).", least=0, below=1)
+    weight_power: float = setting(
+        1.0,
+        "bce, softmax: a query of k targets weighs k to this power; 1: triples weigh the same (the paper), 0: queries.",
+        least=0,
+        most=1,
+    )
     batch_size: int = setting(512, "Queries per step, over all processes together.", least=1)
     epochs: int = setting(60, "Passes over all training queries.", least=1)
     learning_rate: float = setting(0.003, "Adam's learning rate, at its peak.", above=0)
@@ -109,6 +116,9 @@ class RunConfig:
     """How a run is carried out; nothing here changes its numbers beyond rounding."""
 
     graph: str = setting("", "Graph directory made by sattle-ingest [default: the built-in family graph].")
+    dataset: str = setting(
+        "", "Benchmark to train where no graph is named: FB15k-237 or WN18RR, put into the cache on first use."
+    )
     out: str = setting("", "Run directory [default: runs/GRAPH-DATE-TIME].")
     nproc: int = setting(
         0, "Processes on this machine [default: one per GPU, else one; under torchrun: its own].", least=0

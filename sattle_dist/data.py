@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from sattle_dist.loss import ShardTargets
 from sattle_dist.randomness import Permutation, to_device
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import Lookup
+
+Floats = npt.NDArray[np.float64]
 
 STEPS_PER_PLAN = 16
 ALIGNED = 16  # float32 numbers in a cache line
@@ -35,6 +38,7 @@ class Batch:
     lookup: Lookup
     relation: Tensor  # [B]
     query_weight: Tensor  # [G] 0 for padding
+    target_weight: Tensor | None  # [G] weight of each of a query's targets; None: 1
     total_weight: float  # sum of query_weight
     num_queries: int  # in the global batch, without padding
     targets: ShardTargets  # of all G queries, in this shard
@@ -70,13 +74,14 @@ class Batches:
         *,
         batch_size: int,
         weigh_by_targets: bool,
+        weight_power: float = 1.0,
         seed: int,
         sharding: Sharding,
         group: Group,
         device: torch.device,
     ) -> None:
         self.index, self.batch_size, self.seed = index, batch_size, seed
-        self.weigh_by_targets = weigh_by_targets
+        self.weigh_by_targets, self.weight_power = weigh_by_targets, weight_power
         self.sharding, self.group, self.device = sharding, group, device
         self.num_steps = -(-len(index) // batch_size)
 
@@ -85,7 +90,8 @@ class Batches:
         order = Permutation(len(self.index), self.seed, epoch)
         for first in range(first_step, self.num_steps, STEPS_PER_PLAN):
             steps = range(first, min(first + STEPS_PER_PLAN, self.num_steps))
-            yield from route([self.read(order, step) for step in steps], self.sharding, self.group, self.device)
+            own = [self.read(order, step) for step in steps]
+            yield from route(own, self.sharding, self.group, self.device, self.weight_power)
 
     def read(self, order: Permutation, step: int) -> OwnQueries:
         """Read this rank's part of batch `step`, and pad it."""
@@ -118,10 +124,13 @@ def part_size(num_queries: int, world_size: int) -> int:
     return size if size < 4 * ALIGNED else -(-size // whole) * whole
 
 
-def route(steps: list[OwnQueries], sharding: Sharding, group: Group, device: torch.device) -> list[Batch]:
+def route(
+    steps: list[OwnQueries], sharding: Sharding, group: Group, device: torch.device, weight_power: float = 1.0
+) -> list[Batch]:
     """Tell every rank what it must know of this rank's queries, and learn the same. Every rank must call it.
 
-    To each rank go the rows asked of it, the (query, row) pairs of the targets in its shard, and the queries' weights.
+    To each rank go the rows asked of it, the (query, row) pairs of the targets in its shard, and the queries' weights,
+    which are whole numbers on the way and raised to their power by the receiver.
     """
     lookups = []
     parts: list[list[Int64s]] = []  # for each step, rows, queries, rows of targets, weights; each cut by rank
@@ -142,7 +151,8 @@ def route(steps: list[OwnQueries], sharding: Sharding, group: Group, device: tor
     batches = []
     for step, (queries, (place, ask)) in enumerate(zip(steps, lookups, strict=True)):
         asked, *others = received[4 * step : 4 * step + 4]
-        query, row, weight = (np.concatenate(pieces) for pieces in others)
+        query, row, count = (np.concatenate(pieces) for pieces in others)
+        weight, target_weight = weigh(count, weight_power)
         lookup = Lookup(
             place=_to(place, device),
             asked_rows=_to(np.concatenate(asked), device),
@@ -155,12 +165,24 @@ def route(steps: list[OwnQueries], sharding: Sharding, group: Group, device: tor
                 lookup=lookup,
                 relation=_to(queries.relation, device),
                 query_weight=_to(weight, device).float(),
+                target_weight=None if target_weight is None else _to(target_weight, device).float(),
                 total_weight=float(weight.sum()),
                 num_queries=queries.num_queries,
                 targets=ShardTargets.of(query, row, num_queries=len(weight), device=device),
             )
         )
     return batches
+
+
+def weigh(count: Int64s, power: float) -> tuple[Floats, Floats | None]:
+    """Give the weights of queries, count ** power, and of each of their targets, count ** (power - 1).
+
+    A count of 0 is padding and weighs nothing. None stands for targets that all weigh 1.
+    """
+    if power == 1:
+        return count.astype(np.float64), None
+    real, base = count > 0, np.maximum(count, 1).astype(np.float64)
+    return real * base**power, real * base ** (power - 1)
 
 
 def cut(items: Int64s, owner: Int64s, num_ranks: int) -> list[Int64s]:
@@ -185,5 +207,5 @@ def exchange(parts: list[list[Int64s]], group: Group) -> list[list[Int64s]]:
     return [pieces[part :: len(parts)] for part in range(len(parts))]
 
 
-def _to(array: Int64s, device: torch.device) -> Tensor:
+def _to(array: Int64s | Floats, device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

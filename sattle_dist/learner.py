@@ -76,6 +76,7 @@ class Learner:
             targets=batch.targets,
             query_weight=batch.query_weight,
             total_weight=batch.total_weight,
+            target_weight=batch.target_weight,
         )
         loss, grad_query = self.loss(task, *self.table.allocate_gradients(), report=report)
         query.backward(self.group.reduce_scatter(grad_query, "query gradients").to(query.dtype))

@@ -59,6 +59,7 @@ class Trainer:
             graph.index("train"),
             batch_size=config.train.batch_size,
             weigh_by_targets=config.train.loss != "kvsall",
+            weight_power=config.train.weight_power,
             seed=config.train.seed,
             sharding=self.learner.sharding,
             group=group,

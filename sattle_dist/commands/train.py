@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import click
 
+from ingest.datasets import dataset_graph
 from ingest.families import ensure_family_graph
+from ingest.progress import StageDisplay
 from sattle_dist.commands.errors import one_line_errors
 from sattle_dist.commands.options import setting_option
 from sattle_dist.config import Config, load_toml, settings
@@ -42,6 +45,16 @@ def resolve_config(recipe: str | None, file: Path | None, given: dict[str, Any])
     return config.override(given, "command line")
 
 
+def with_graph(config: Config) -> Config:
+    """Name the graph to train: the one given, else that of the dataset, else the built-in one, made on first use."""
+    if config.run.graph:  # a recipe may be tried on any graph
+        return config.override({"dataset": ""}, "command line")
+    if not (name := config.run.dataset):
+        return config.override({"graph": str(ensure_family_graph())}, "built-in graph")
+    with StageDisplay(sys.stderr) as progress:
+        return config.override({"graph": str(dataset_graph(name, progress))}, "dataset")
+
+
 @click.command()
 @click.option("--recipe", type=click.Choice(recipe_names()), help="Settings shipped with the package.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings in a TOML file.")
@@ -51,10 +64,11 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     """Train a graph, then evaluate it.
 
     Settings come from the defaults, a recipe, a TOML file and the command line, each over the one before. Without a
-    graph, the built-in family graph is trained with its own recipe.
+    graph, the dataset that a recipe names is trained, or the built-in family graph with its own recipe.
 
     \b
       sattle train                                      the built-in graph
+      sattle train --recipe fb15k237-twomult-32-fast    a row of the paper, on its dataset
       sattle train --graph my.graph --nproc 4           four processes on this machine
       torchrun --nproc-per-node 4 launchers/train.py    the same through torchrun, also over many machines
 
@@ -67,9 +81,8 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
 
     given = {name: value for name, value in options.items() if value is not None}
     config = resolve_config(recipe, file, given)
-    if not config.run.graph:
-        config = resolve_config(recipe or "families", file, given).override(
-            {"graph": str(ensure_family_graph())}, "built-in graph"
-        )
+    if not config.run.graph and not config.run.dataset:
+        config = resolve_config(recipe or "families", file, given)
+    config = with_graph(config)
     precision = usable_precision(config.run.precision, config.run.device)
     end_process(training.start(config.override({"precision": precision}, "command line")))

@@ -18,13 +18,19 @@ from sattle_dist.learner import Learner
 from sattle_dist.loss import dense_loss
 from sattle_dist.randomness import Permutation, draw_masks
 from sattle_dist.sharding import Sharding
+from sattle_dist.trainer import Trainer
 from tests import reference
 from tests.graphs import random_splits, write_graph
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
 N, R, BATCH = 131, 3, 16
-CASES = list(itertools.product(("bce", "kvsall", "softmax"), ("twomult", "tucker")))
+CASES = [
+    *itertools.product(("bce", "kvsall", "softmax"), ("twomult", "tucker"), (1.0,)),
+    ("softmax", "twomult", 0.0),  # weight_power: every query weighs 1, a k-th of it each of its k targets
+    ("filtered", "twomult", 1.0),
+    ("filtered", "tucker", 0.0),
+]
 
 
 def make_config(loss: str, decoder: str, **more: Any) -> Config:
@@ -39,6 +45,7 @@ def make_learner(config: Config, graph: Graph, group: Group) -> tuple[Learner, B
         graph.index("train"),
         batch_size=config.train.batch_size,
         weigh_by_targets=config.train.loss != "kvsall",
+        weight_power=config.train.weight_power,
         seed=config.train.seed,
         sharding=learner.sharding,
         group=group,
@@ -68,8 +75,8 @@ def edges(shard: Any) -> tuple[int, int]:
 def step_everywhere(group: Group, path: Path) -> list[dict[str, Any]]:
     """Take every batch of an epoch at learning rate 0, for every case; give losses and gradients."""
     results = []
-    for loss, decoder in CASES:
-        learner, batches = make_learner(make_config(loss, decoder), Graph.open(path), group)
+    for loss, decoder, power in CASES:
+        learner, batches = make_learner(make_config(loss, decoder, weight_power=power), Graph.open(path), group)
         if decoder == "tucker":
             learner.loss.budget = 1000  # a few rows at a time; softmax then needs a second pass
         for step, batch in enumerate(batches.epoch(0)):
@@ -91,8 +98,8 @@ def dense_steps(path: Path) -> list[dict[str, Any]]:
     results = []
     graph = Graph.open(path)
     index = graph.index("train")
-    for loss, decoder in CASES:
-        config = make_config(loss, decoder)
+    for loss, decoder, power in CASES:
+        config = make_config(loss, decoder, weight_power=power)
         learner = run_processes(1, initial_parameters, config, path)[0]
         rows = learner["rows"].double().requires_grad_()
         bias = torch.zeros(N, dtype=torch.float64, requires_grad=True)
@@ -104,7 +111,7 @@ def dense_steps(path: Path) -> list[dict[str, Any]]:
             source, relation = (torch.from_numpy(x) for x in index.split_keys(index.queries[chosen]))
             masks = draw_masks(learner["specs"], 0, len(chosen), config.train.seed, 0, step, device=CPU)
             repeat = torch.arange(len(chosen))
-            if loss != "kvsall":
+            if loss != "kvsall" and power == 1:
                 repeat = repeat.repeat_interleave(torch.tensor([len(t) for t in targets]))
             repeated_masks = {name: m.double()[repeat] for name, m in masks.items()}
             if len(repeat) == 1:  # torch's batch norm refuses a single row; the moments of two equal rows are the same
@@ -114,7 +121,7 @@ def dense_steps(path: Path) -> list[dict[str, Any]]:
                 parameters, config.model, rows[source[repeat]], relation[repeat], repeated_masks
             )
             first = torch.tensor([(repeat == i).nonzero()[0, 0] for i in range(len(chosen))])
-            value = dense_loss(loss, query[first], rows, bias, targets, config.train.label_smoothing)
+            value = dense_loss(loss, query[first], rows, bias, targets, config.train.label_smoothing, power)
             leaves = [rows, bias, *parameters.values()]
             grads = torch.autograd.grad(value, leaves, allow_unused=True)
             results.append(
@@ -235,12 +242,25 @@ def test_an_empty_shard(tmp_path: Path) -> None:
 
 def last_losses(group: Group, path: Path) -> list[float]:
     losses = []
-    for loss in ("bce", "kvsall", "softmax"):
+    for loss in ("bce", "kvsall", "softmax", "filtered"):
         learner, batches = make_learner(make_config(loss, "twomult"), Graph.open(path), group)
         for epoch in range(3):
             value = learner.step(next(batches.epoch(epoch)), epoch, 0, rate=0.01, report=True)
         losses.append(group.all_reduce(value, "loss").item())
     return losses
+
+
+def trained_weights(group: Group, path: Path) -> tuple[list[int], list[float]]:
+    config = make_config("softmax", "twomult", weight_power=0.5)
+    trainer = Trainer(config, Graph.open(path), path.parent / "run", group, CPU)
+    batch = next(trainer.batches.epoch(0))
+    return batch.targets.query.bincount(minlength=len(batch.query_weight)).tolist(), batch.query_weight.tolist()
+
+
+def test_a_run_weighs_its_queries_as_it_is_told(graph_path: Path) -> None:
+    ((number, weight),) = run_processes(1, trained_weights, graph_path)
+    assert max(number) > 1
+    assert weight == pytest.approx([n**0.5 for n in number])
 
 
 def test_more_processes_than_entities() -> None:

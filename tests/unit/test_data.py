@@ -1,12 +1,13 @@
-"""How a global batch is cut over the ranks."""
+"""How a global batch is cut over the ranks, and what its queries weigh."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from sattle_dist.data import part_size
+from sattle_dist.data import part_size, weigh
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8, 64])
@@ -19,3 +20,14 @@ def test_parts_hold_the_batch(num_queries: int, world_size: int) -> None:
         assert size * world_size % 16 == 0  # whole cache lines of scores
     else:
         assert size == least
+
+
+def test_weights_are_powers_of_the_number_of_targets() -> None:
+    count = np.array([1, 4, 9, 0])
+    for power, query, target in [(0.5, [1, 2, 3, 0], [1, 1 / 2, 1 / 3, 0]), (0, [1, 1, 1, 0], [1, 1 / 4, 1 / 9, 0])]:
+        query_weight, target_weight = weigh(count, power)
+        np.testing.assert_allclose(query_weight, query)
+        np.testing.assert_allclose(target_weight, target)
+    query_weight, target_weight = weigh(count, 1)
+    assert query_weight.tolist() == [1, 4, 9, 0]
+    assert target_weight is None

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ingest import IngestError, families
+from ingest.cache import cache_folder
 from ingest.families import FAMILIES_VERSION, RELATIONS, RULES, ensure_family_graph, family_triples
 
 HELD_OUT = ("valid", "test")
@@ -301,7 +302,7 @@ def test_cache_folder(own, xdg, expected, monkeypatch):
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    assert families._cache_folder() == Path(expected)
+    assert cache_folder() == Path(expected)
 
 
 def test_no_home_folder_names_the_variable(monkeypatch):

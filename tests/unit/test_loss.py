@@ -21,12 +21,18 @@ class OneProcess:
         return x
 
 
-def make_task(name: str, dtype: torch.dtype, scale: float = 1.0) -> tuple[ShardTask, list[list[int]]]:
+def make_task(
+    name: str, dtype: torch.dtype, scale: float = 1.0, power: float | None = None
+) -> tuple[ShardTask, list[list[int]]]:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)  # noqa: E731
     rng = np.random.default_rng(1)
     targets = [sorted(rng.choice(N, k, replace=False).tolist()) for k in NUM_TARGETS]
     weight = torch.tensor([1 if name == "kvsall" else k for k in NUM_TARGETS], dtype=dtype)
+    target_weight = None
+    if power is not None:
+        weight = torch.tensor([k**power if k else 0 for k in NUM_TARGETS], dtype=dtype)
+        target_weight = torch.tensor([k**power / k if k else 0 for k in NUM_TARGETS], dtype=dtype)
     pairs = np.array([(i, t) for i, ts in enumerate(targets) for t in ts])
     task = ShardTask(
         query=draw(G, D),
@@ -35,6 +41,7 @@ def make_task(name: str, dtype: torch.dtype, scale: float = 1.0) -> tuple[ShardT
         targets=ShardTargets.of(pairs[:, 0], pairs[:, 1], num_queries=G, device=CPU),
         query_weight=weight,
         total_weight=float(weight.sum()),
+        target_weight=target_weight,
     )
     return task, targets
 
@@ -51,14 +58,16 @@ def run(name: str, task: ShardTask, smoothing: float, budget: int) -> tuple[torc
     return value, grad_query, grad_rows, grad_bias
 
 
-def run_dense(name: str, task: ShardTask, targets: list[list[int]], smoothing: float) -> tuple[torch.Tensor, ...]:
+def run_dense(
+    name: str, task: ShardTask, targets: list[list[int]], smoothing: float, power: float = 1.0
+) -> tuple[torch.Tensor, ...]:
     leaves = [x.double().requires_grad_() for x in (task.query, task.rows, task.bias)]
-    value = dense_loss(name, *leaves, targets, smoothing)
+    value = dense_loss(name, *leaves, targets, smoothing, power)
     value.backward()
     return value.detach(), *(leaf.grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("block", [1, 7, N, N + 100])
 def test_equals_dense_formula(name: str, smoothing: float, block: int) -> None:
@@ -69,7 +78,17 @@ def test_equals_dense_formula(name: str, smoothing: float, block: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "softmax", "filtered"])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_queries_may_weigh_less_than_their_targets_number(name: str, power: float) -> None:
+    """Against the mean over triples, each with the weight of its query's power."""
+    task, targets = make_task(name, torch.float64, power=power)
+    ours = run(name, task, 0.1, budget=7 * G * 8)
+    for mine, theirs in zip(ours, run_dense(name, task, targets, 0.1, power), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 @pytest.mark.parametrize("block", [7, N])
 def test_single_precision_and_huge_scores(name: str, block: int) -> None:
     """float32 at scores up to about 1e4 in size: finite, and as near to the double result as float32 allows."""
@@ -80,6 +99,18 @@ def test_single_precision_and_huge_scores(name: str, block: int) -> None:
         assert mine.isfinite().all()
         scale = theirs.abs().max().item()
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=2e-5 * scale)
+
+
+def test_a_query_with_every_entity_as_a_target_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left for its targets to win against; the other queries are as they would be without it."""
+    monkeypatch.setattr("tests.unit.test_loss.NUM_TARGETS", (*NUM_TARGETS[:-1], N))
+    full, _ = make_task("filtered", torch.float32, power=0.0)
+    ours = run("filtered", full, 0.1, budget=1 << 20)
+    monkeypatch.setattr("tests.unit.test_loss.NUM_TARGETS", (*NUM_TARGETS[:-1], 0))
+    task, targets = make_task("filtered", torch.float32, power=0.0)
+    share = task.total_weight / full.total_weight
+    for mine, theirs in zip(ours, run_dense("filtered", task, targets, 0.1, 0.0), strict=True):
+        torch.testing.assert_close(mine.double(), theirs * share, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["bce", "softmax"])
@@ -109,7 +140,7 @@ def test_repeated_targets_are_refused() -> None:
         ShardTargets.of(np.array([0, 1, 0]), np.array([5, 5, 5]), num_queries=2, device=CPU)
 
 
-@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 def test_small_blocks_of_a_kept_buffer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All scores fit the budget, but the cache holds only some rows at a time."""
     task, targets = make_task(name, torch.float64)

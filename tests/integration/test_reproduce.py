@@ -1,0 +1,144 @@
+"""The record of the reproduction: run, resumed, collected and shown, with runs written by hand where that is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import reproduce, reproduction_page
+from benchmarks.reproduce import JOBS, Job, Sittings, collect
+from sattle_dist.config import to_toml
+
+TEST = {"mrr": 0.3611, "hits@1": 0.2681, "hits@3": 0.3969, "hits@10": 0.5451}
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the repository's own record out of it."""
+    monkeypatch.setattr(reproduce, "RESULT", tmp_path / "reproduction.json")
+    for name in ("PAGE", "PLOT", "TUNING"):
+        place = tmp_path / f"{name.lower()}{'.png' if name == 'PLOT' else ''}"
+        monkeypatch.setattr(reproduction_page, name, place)
+
+
+def write_run(run_dir: Path, job: Job, epochs: int, *, tested: bool, changed: dict[str, Any] | None = None) -> None:
+    """Write a run directory as a training would leave it: valid MRR 0.01 times the epoch, at every tenth."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text(to_toml(job.config().override(changed or {}, "test")))
+    lines = []
+    for epoch in range(1, epochs + 1):
+        valid = {"valid": {"mrr": epoch / 100}} if epoch % 10 == 0 else {}
+        lines.append(json.dumps({"epoch": epoch, "loss": 1.0, "seconds": 2.0, **valid}))
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if tested:
+        content = {"protocol": {"epoch": epochs - 1}, "metrics": TEST}
+        (run_dir / "test.json").write_text(json.dumps(content))
+
+
+def shown(runs: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(reproduce.main, ["--runs", str(runs), *arguments])
+    assert result.exit_code == 0, result.output
+    return reproduction_page.PAGE.read_text()
+
+
+def line(page: str, start: str) -> str:
+    return next(text for text in page.splitlines() if text.startswith(start))
+
+
+def test_what_was_run_is_shown_and_the_rest_says_so(tmp_path: Path) -> None:
+    fast = JOBS["fb15k237-twomult-100-fast"]
+    write_run(tmp_path / "runs/fb15k237-twomult-100-fast", fast, fast.config().train.epochs, tested=True)
+    write_run(tmp_path / "runs/wn18rr-tucker-32-fast", JOBS["wn18rr-tucker-32-fast"], 25, tested=False)
+    page = shown(tmp_path / "runs")
+    row = line(page, "| FB15k-237 | TwoMult | 100 | 0.360 (0.268 / 0.396 / 0.545) |")
+    assert "**0.361** (0.268 / 0.397 / 0.545)" in row
+    assert "time not measured" in row
+    assert row.endswith("| not run yet |")
+    assert "unfinished: epoch 25 of" in line(page, "| WN18RR | Tucker | 32")
+    assert "valid MRR 0.200 at 20" in line(page, "| WN18RR | Tucker | 32")
+    assert line(page, "| WN18RR | TwoMult").count("not run yet") == 2
+    assert (
+        line(page, "| ours, TwoMult | 100 |")
+        == "| ours, TwoMult | 100 | 1.5 / 4.1 | 1.48 / 1.12 | **0.361** | not run yet |"
+    )
+    assert line(page, "| 64 | 1.50 M") == "| 64 | 1.50 M | 1,484,085 | 0.360 | 0.361 |"
+    assert line(page, "| 16 | 0.70 M").endswith("| 0.355 | not run yet |")
+
+
+def test_the_record_outlives_the_runs(tmp_path: Path) -> None:
+    job = JOBS["heads-4"]
+    write_run(tmp_path / "runs/heads-4", job, job.config().train.epochs, tested=True)
+    before = shown(tmp_path / "runs")
+    assert line(before, "| 4 | 0.50 M").endswith("| 0.361 |")
+    assert shown(tmp_path / "nowhere") == before
+    recorded = json.loads((tmp_path / "reproduction.json").read_text())["heads-4"]
+    assert recorded["command"] == "sattle train --recipe fb15k237-twomult-100-fast --num-heads 4"
+    assert recorded["test"] == TEST
+    assert recorded["seed"] == 0
+    assert recorded["epoch_tested"] == job.config().train.epochs - 1
+
+
+def test_a_curve_is_the_beginning_of_the_papers_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/fb15k237-twomult-32", JOBS["fb15k237-twomult-32"], 70, tested=False)
+    page = shown(tmp_path / "runs")
+    assert line(page, "| 60 | 0.295") == "| 60 | 0.295 / 0.600 | 0.324 / not run yet | 0.331 / not run yet |"
+    assert "unfinished: epoch 70 of 1,500, valid MRR 0.700 at 70" in line(page, "| FB15k-237 | TwoMult | 32")
+    assert reproduction_page.PLOT.exists()
+    assert json.loads((tmp_path / "reproduction.json").read_text())["curve-32"]["epochs"] == 60
+
+
+@pytest.mark.parametrize("changed", [{"num_heads": 8}, {"seed": 1}, {"learning_rate": 0.5}, {"epochs": 7}])
+def test_a_run_of_other_settings_is_not_taken_for_the_recipes(tmp_path: Path, changed: dict[str, Any]) -> None:
+    job = JOBS["wn18rr-tucker-64-fast"]
+    write_run(tmp_path / "run", job, 5, tested=True, changed=changed)
+    assert collect(job, tmp_path / "run") is None
+
+
+def test_times_are_summed_over_resumes_unless_somebody_shared_the_machine(tmp_path: Path) -> None:
+    path, sign = tmp_path / "sittings.json", tmp_path / "metrics.jsonl"
+    sign.touch()
+    log = Sittings(path)
+    log.begin(False, sign)  # killed: no end is noted
+    os.utime(sign, (log.items[0]["begin"] + 100, log.items[0]["begin"] + 100))
+    assert Sittings(path).seconds() is None
+    log = Sittings(path)
+    log.begin(False, sign)
+    log.end()
+    assert Sittings(path).seconds() == pytest.approx(100, abs=5)
+    log.begin(True, sign)
+    log.end()
+    assert Sittings(path).seconds() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fb15k"], "no job is called 'fb15k'; --list shows them"),
+        (["heads-4", "--", "--learning-rate", "1"], "--learning-rate would be another experiment; allowed are --data"),
+        (["heads-4", "--", "--out", "x"], "--out would be another experiment"),
+    ],
+)
+def test_what_would_spoil_the_record_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(reproduce.main, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_job_is_trained_collected_and_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"dim": 8, "num_heads": 2, "dim_key": 4, "dim_value": 4, "dim_hidden": 8, "epochs": 2, "eval_every": 1}
+    monkeypatch.setitem(JOBS, "tiny", Job("families", tiny))
+    monkeypatch.setenv("SATTLE_CACHE", str(tmp_path / "cache"))
+    shown(tmp_path / "runs", "tiny", "--", "--threads", "1")
+    recorded = json.loads((tmp_path / "reproduction.json").read_text())["tiny"]
+    assert (recorded["epochs"], recorded["of"], list(recorded["valid"])) == (2, 2, ["1", "2"])
+    assert 0 < recorded["test"]["mrr"] < 1
+    assert recorded["seconds"] > 0
+    assert recorded["stamp"]["versions"]["torch"]
+    before = (tmp_path / "runs/tiny/sittings.json").read_text()
+    shown(tmp_path / "runs", "tiny")
+    assert (tmp_path / "runs/tiny/sittings.json").read_text() == before
