@@ -11,6 +11,7 @@ from sattle_dist import __version__
 from sattle_dist.commands.eval import evaluate
 from sattle_dist.commands.export import export
 from sattle_dist.commands.predict import predict
+from sattle_dist.commands.report import report
 from sattle_dist.commands.train import train
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     """Train link-prediction embeddings of knowledge graphs, exactly, on all the processors there are."""
 
 
-for command in (ingest, info, sql, train, evaluate, predict, export):
+for command in (ingest, info, sql, train, evaluate, predict, export, report):
     main.add_command(command)
 
 
