@@ -16,6 +16,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, StoppedError
 from sattle_dist.data import Batches
 from sattle_dist.evaluator import evaluate, metrics
+from sattle_dist.events import log_epoch
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.progress import Progress
@@ -130,6 +131,8 @@ class Trainer:
         if self.group.rank == 0:
             with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+            if self.config.run.tensorboard == "on":
+                log_epoch(record, self.run_dir)
         valid = record.get("valid")
         valid_text = f"  valid MRR {valid['mrr']:.4f}" if valid else ""
         self.progress.line(

@@ -61,6 +61,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     A run directory that already holds this run is resumed from its last checkpoint.
     """
     from sattle_dist import training
+    from sattle_dist.events import check_tensorboard
     from sattle_dist.precision import usable_precision
     from sattle_dist.runtime import end_process
 
@@ -70,5 +71,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
         config = resolve_config(recipe or "families", file, given).override(
             {"graph": str(ensure_family_graph())}, "built-in graph"
         )
+    if config.run.tensorboard == "on":
+        check_tensorboard()
     precision = usable_precision(config.run.precision, config.run.device)
     end_process(training.start(config.override({"precision": precision}, "command line")))
