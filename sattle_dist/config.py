@@ -124,6 +124,11 @@ class RunConfig:
         0, "Processes on this machine [default: one per GPU, else one; under torchrun: its own].", least=0
     )
     device: str = setting("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    tensorboard: str = setting(
+        "off",
+        "Write TensorBoard event files to RUN/tensorboard too (needs the extra `tensorboard`).",
+        choices=("off", "on"),
+    )
     precision: str = setting(
         "float32", "Arithmetic of the matrix products; sums stay in float32.", choices=("float32", "bf16")
     )

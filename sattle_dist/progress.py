@@ -12,8 +12,8 @@ LOG_SECONDS = 30.0
 class Progress:
     """Shows how far a run is; silent on ranks other than 0."""
 
-    def __init__(self, *, total_queries: int, done_queries: int, shown: bool) -> None:
-        self.total, self.done, self.shown = total_queries, done_queries, shown
+    def __init__(self, *, total_queries: int, done_queries: int, shown: bool, unit: str = "queries") -> None:
+        self.total, self.done, self.shown, self.unit = total_queries, done_queries, shown, unit
         self.live = sys.stderr.isatty()
         self.started = self.last_shown = time.monotonic()
         self.done_at_start = done_queries
@@ -33,7 +33,7 @@ class Progress:
         loss_text = "" if loss is None else f"  loss {loss:.4f}"
         speed = self.queries_per_second
         eta = format_seconds((self.total - self.done) / max(speed, 1e-9))
-        text = f"{where}{loss_text}  {speed:,.0f} queries/s  ETA {eta}"
+        text = f"{where}{loss_text}  {speed:,.0f} {self.unit}/s  ETA {eta}"
         if self.live:
             filled = round(20 * share)
             bar = "#" * filled + "-" * (20 - filled)
@@ -43,10 +43,14 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
+        self.clear()
         if self.shown:
-            if self.live:
-                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             print(text, flush=True)
+
+    def clear(self) -> None:
+        """Take the live line away."""
+        if self.shown and self.live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def format_seconds(seconds: float) -> str:

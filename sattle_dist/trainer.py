@@ -21,6 +21,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, StoppedError
 from sattle_dist.data import Batches
 from sattle_dist.evaluator import evaluate, metrics
+from sattle_dist.events import log_epoch
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.progress import Progress
@@ -251,6 +252,8 @@ class Trainer:
             self._write_metrics()
         except OSError as error:  # the history is in every checkpoint too
             self._warn(f"metrics.jsonl could not be written: {error}")
+        if self.group.rank == 0 and self.config.run.tensorboard == "on":
+            log_epoch(record, self.run_dir)
         valid = record.get("valid")
         valid_text = f"  valid MRR {valid['mrr']:.4f}" if valid else ""
         self.progress.line(

@@ -76,6 +76,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     and stop; a second one stops at once.
     """
     from sattle_dist import training
+    from sattle_dist.events import check_tensorboard
     from sattle_dist.precision import usable_precision
     from sattle_dist.runtime import end_process
 
@@ -84,5 +85,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     if not config.run.graph and not config.run.dataset:
         config = resolve_config(recipe or "families", file, given)
     config = with_graph(config)
+    if config.run.tensorboard == "on":
+        check_tensorboard()
     precision = usable_precision(config.run.precision, config.run.device)
     end_process(training.start(config.override({"precision": precision}, "command line")))
