@@ -35,6 +35,7 @@ from sattle_dist import __version__
 from sattle_dist import checkpoint as checkpoints
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
 from sattle_dist.graph import Graph, GraphError
+from sattle_dist.storage import check_file
 from sattle_dist.stored import StoredTensors
 
 Floats = npt.NDArray[np.float32]
@@ -97,10 +98,14 @@ def export(
 
 
 def find_trained(run_dir: Path) -> Trained:
-    """Find what a run has trained, and the graph with its labels."""
-    checkpoint = checkpoints.latest(run_dir)
-    facts, tensors = checkpoints.read_facts(checkpoint), StoredTensors(checkpoint)
-    config = load_toml(run_dir / "config.toml", Config())
+    """Find the best checkpoint of a run, every byte of it checked, and the graph with its labels."""
+    checkpoint = checkpoints.find(run_dir, "best")
+    facts = checkpoints.read_facts(checkpoint)
+    for name, written in facts["files"].items():
+        check_file(checkpoint, name, written)
+    tensors = StoredTensors(checkpoint)
+    # What was trained is what the checkpoint says; config.toml may have been edited since.
+    config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(checkpoint))
     graph = Graph.open(Path(config.run.graph))
     if facts["graph_checksum"] != graph.checksum or tensors.shape(ROWS) != (graph.num_entities, config.model.dim):
         raise GraphError(f"{graph.path} has changed since {run_dir} was trained on it")

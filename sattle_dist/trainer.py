@@ -149,7 +149,9 @@ class Trainer:
         done = self.epoch + 1
         last = done == config.train.epochs
         if config.eval.eval_every and (done % config.eval.eval_every == 0 or last):
+            began = time.monotonic()
             record["valid"] = self._evaluate("valid")
+            record["eval_seconds"] = round(time.monotonic() - began, 3)
         record |= self.saver.times()
         self._log(record)
         self.epoch, self.step, self.so_far = done, 0, EpochSoFar()
