@@ -9,6 +9,7 @@ import click
 from ingest.cli import info, ingest, sql
 from sattle_dist import __version__
 from sattle_dist.commands.eval import evaluate
+from sattle_dist.commands.plan import plan
 from sattle_dist.commands.predict import predict
 from sattle_dist.commands.train import train
 
@@ -19,7 +20,7 @@ def main() -> None:
     """Train link-prediction embeddings of knowledge graphs, exactly, on all the processors there are."""
 
 
-for command in (ingest, info, sql, train, evaluate, predict):
+for command in (ingest, info, sql, plan, train, evaluate, predict):
     main.add_command(command)
 
 
