@@ -18,9 +18,7 @@ from typing import Any
 import click
 
 from benchmarks import record
-from benchmarks.scale_plots import plot
 from benchmarks.scale_point import Point, run_point
-from benchmarks.scale_report import render, write_table
 
 FB15K_237 = 14_541
 DIMS, HEADS = (32, 64, 100, 200), (4, 8, 16, 32, 64, 128)
@@ -76,6 +74,10 @@ def load_rows(path: Path) -> dict[str, dict[str, Any]]:
 @click.option("--render-only", is_flag=True, help="Measure nothing: write tables and plots from what is recorded.")
 @click.option("--minutes", default=25.0, show_default=True, help="Begin no further point after so many minutes.")
 def main(quick: bool, again: bool, render_only: bool, minutes: float) -> None:
+    # Not at the top: the processes that are measured import this file, and would hold the libraries of the pictures.
+    from benchmarks.scale_plots import plot
+    from benchmarks.scale_report import render, write_table
+
     name = "scale-quick" if quick else "scale"
     path = record.RESULTS / f"{name}.json"
     rows, version, began = load_rows(path), code_version(), time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.scale_report import MEMORY_WITHIN, MIB, PAPER_NFP, TIME_WITHIN, 
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8e5ea2")
 DASHES = {"twomult": "-", "tucker": "--"}
@@ -47,8 +49,8 @@ def draw_model(rows: list[Row]) -> Any:
             y = [row[column] / unit for row in group]
             axis.plot(x, y, DASHES[decoder], color=colour[dim], marker="o", markersize=3, linewidth=1.4)
         logarithmic(axis, "heads", label, [row["num_heads"] for row in rows])
-    heads = list(PAPER_NFP)
-    axes[0, 0].plot(heads, list(PAPER_NFP.values()), "k+", markersize=9, label="the paper, TwoMult, d=100")
+    heads = sorted({row["num_heads"] for row in rows})
+    axes[0, 0].plot(heads, [PAPER_NFP[h] for h in heads], "k+", markersize=9, label="the paper, TwoMult, d=100")
     axes[0, 0].legend(frameon=False, fontsize=8)
     handles = [pyplot.Line2D([], [], color=colour[d], label=f"d={d}") for d in dims]
     handles += [pyplot.Line2D([], [], color="#555", linestyle=s, label=n) for n, s in DASHES.items()]
@@ -76,14 +78,16 @@ def draw_encoder(axis: Any, rows: list[Row]) -> None:
 
 def draw_entities(rows: list[Row]) -> Any:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    panels = (("seconds", 1, "seconds per step"), ("peak_memory", 2**30, "peak memory, GiB"))
+    panels = (("seconds", 1, "seconds per step"), ("peak_memory", MIB, "peak memory of the process, MiB"))
     for axis, (column, unit, label) in zip(axes, panels, strict=True):
         for ((loss,), group), colour in zip(by(rows, "loss").items(), COLOURS, strict=False):
             x = [row["entities"] for row in group]
-            text = f"{loss}, measured: N^{slope(group[-2:], 'entities', column):.2f} over the last two"
+            text = f"{loss}, measured"
+            if column == "seconds":
+                text += f": N^{slope(group[-2:], 'entities', column):.2f} over the last two"
             axis.plot(x, [row[column] / unit for row in group], "-o", color=colour, label=text)
             predicted = [row[f"predicted_{column.removeprefix('peak_')}"] / unit for row in group]
-            axis.plot(x, predicted, "x", color="#333", markersize=8, label="planned" if loss == "bce" else None)
+            axis.plot(x, predicted, "x", color="#333", markersize=8, label="planned" if colour == COLOURS[1] else None)
         logarithmic(axis, "entities", label, [])
         axis.legend(frameon=False, fontsize=8)
     return figure
@@ -129,10 +133,23 @@ def draw_plan(rows: list[Row]) -> Any:
 
 
 def logarithmic(axis: Any, x_label: str, y_label: str, ticks: list[int]) -> None:
+    """Make both axes logarithmic, with plain numbers at them: 1, 2, 5, 10 ..."""
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
+    for one, limits in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        decades = math.log10(limits[1] / limits[0])
+        subs = (1,) if decades > 2.5 else (1, 2, 5) if decades > 1 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        one.set_major_locator(LogLocator(subs=subs))
+        one.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+        one.set_minor_locator(NullLocator())
     if ticks:
         axis.set_xticks(sorted(set(ticks)), [str(tick) for tick in sorted(set(ticks))])
-        axis.minorticks_off()
+
+
+def plain(value: float) -> str:
+    """Write a tick: 0.05, 20, 5,000, 10M."""
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"

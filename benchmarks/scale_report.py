@@ -41,7 +41,7 @@ def render(rows: list[Row], name: str) -> str:
 
 
 def markdown(head: list[str], body: Iterable[Iterable[Any]]) -> list[str]:
-    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
+    lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
     return [*lines, *(f"| {' | '.join(str(cell) for cell in cells)} |" for cells in body), ""]
 
 
@@ -164,7 +164,12 @@ def slope(rows: list[Row], x: str, y: str) -> float:
 
 def laws_table(studies: dict[str, list[Row]]) -> list[str]:
     """Compare growth as measured, as the operations were counted, and as the law has it in the limit."""
-    model, entities = studies["model"], [row for row in studies["entities"] if row["loss"] == "softmax"]
+    model = studies["model"]
+    entities = [
+        {**row, "memory_above": above_start(row, "peak_memory")}
+        for row in studies["entities"]
+        if row["loss"] == "softmax"
+    ]
     most = max(row["num_heads"] for row in model)
     wide = max(row["dim"] for row in model)
 
@@ -179,7 +184,7 @@ def laws_table(studies: dict[str, list[Row]]) -> list[str]:
         ("scoring", "d", "1", pick("twomult", num_heads=4), "score_flops", "score_seconds"),
         ("scoring", "N", "1", entities, "score_flops", "score_seconds"),
         ("step", "N", "1", entities, "", "seconds"),
-        ("peak memory", "N", "1", entities, "", "peak_memory"),
+        ("memory above an idle process", "N", "1", entities, "", "memory_above"),
     ]
     columns = {"d": "dim", "heads": "num_heads", "N": "entities"}
     body = []

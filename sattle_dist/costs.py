@@ -27,8 +27,9 @@ FLOAT, DOUBLE, INT = 4, 8, 8  # bytes
 
 # Measured, as no count gives them: tests hold them to real processes.
 PROCESS = 324 * MIB  # Python, torch and this library, resident before anything is made
-WORKSPACE = 30 * MIB  # what the matrix-product and thread libraries take for themselves in the first steps
-FRAGMENTATION = 0.10  # of the activations: what the allocator keeps between the pieces it has handed out
+WORKSPACE = 24 * MIB  # what the matrix-product and thread libraries take for themselves in the first steps
+FRAGMENTATION = 0.7  # of the activations: freed pieces that the C library keeps, see runtime.keep_freed_memory
+LARGE_PIECE = 32 * MIB  # it keeps none beyond this size
 SAVED_COPIES = 2  # of everything saved, made by the checkpoint's writer: the pieces as bytes, and the file of them
 CUDA_CONTEXT = 600 * MIB  # an assumption: the driver's and cuBLAS's own memory on a GPU
 
@@ -123,7 +124,7 @@ def memory_parts(work: Workload) -> dict[str, int]:
         "their gradients": table,
         "their optimizer state": 2 * table,
         "encoder, decoder, relations": 4 * replicated + FLOAT * (work.num_replicated - work.num_replicated_trained),
-        "activations of the encoder": round((1 + FRAGMENTATION) * activation_bytes(work)),
+        "activations of the encoder": activation_bytes(work) + kept_bytes(work),
         "query vectors": query_bytes(work),
         "score buffer": score_bytes(work),
         "batch plans": plan_bytes(work),
@@ -133,21 +134,33 @@ def memory_parts(work: Workload) -> dict[str, int]:
 
 def activation_bytes(work: Workload) -> int:
     """Count what forward keeps for backward, at backward's largest moment."""
+    return sum(activation_pieces(work))
+
+
+def kept_bytes(work: Workload) -> int:
+    """Estimate what the C library keeps of freed pieces; pieces beyond its limit go back to the system at once."""
+    if work.cuda:
+        return round(0.1 * activation_bytes(work))
+    return round(FRAGMENTATION * sum(piece for piece in activation_pieces(work) if piece < LARGE_PIECE))
+
+
+def activation_pieces(work: Workload) -> list[int]:
+    """List the bytes of the tensors that live at the largest moment of backward."""
     model, read = work.config.model, work.num_read
-    mixed = read * model.num_heads * model.dim  # [T, H * D], the widest
-    hidden = read * model.dim_hidden
-    projected = (read + 1) * model.num_heads * model.dim_key  # queries and keys
-    pairs = model.dim**2 if read == 2 else 0  # Tucker's outer product of the two tokens
+    per_query = work.num_own * FLOAT
+    mixed = per_query * read * model.num_heads * model.dim  # [B, T, H * D]
+    hidden = per_query * read * model.dim_hidden
+    key = per_query * model.num_heads * model.dim_key
+    pairs = per_query * model.dim**2 if read == 2 else 0  # Tucker's outer product of the two tokens
+    small = per_query * ((8 + 10 * read) * model.dim + 4 * read * model.num_heads)  # tokens, norms, masks
     moments = {
-        "the decoder's backward": 2 * hidden + 3 * pairs,
-        "the feed-forward layer's backward": 3 * hidden + 2 * pairs,
-        "the attention's backward": mixed,
+        "the decoder's backward": [hidden] * 2 + [pairs] * 3,
+        "the feed-forward layer's backward": [hidden] * 3 + [pairs] * 2,
+        "the attention's backward": [mixed],
     }
-    small = (8 + 10 * read) * model.dim + 4 * read * model.num_heads  # tokens, norms, masks
-    per_query = mixed + projected + max(moments.values()) + small
     # The product of the value and output projections, [H, D, D], its gradient, and the two factors' gradients.
-    per_step = model.num_heads * (2 * model.dim**2 + 2 * model.dim * model.dim_value)
-    return FLOAT * (work.num_own * per_query + per_step)
+    both, factor = (FLOAT * model.num_heads * model.dim * width for width in (model.dim, model.dim_value))
+    return [mixed, key, read * key, *max(moments.values(), key=sum), small, both, both, factor, factor]
 
 
 def query_bytes(work: Workload) -> int:

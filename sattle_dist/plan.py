@@ -7,6 +7,7 @@ docs/scaling.md explains the model.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +133,9 @@ def step_seconds(work: Workload, speed: Speed) -> dict[str, float]:
     }
 
 
-def given_speed(flops: float, memory_bandwidth: float, link: float) -> tuple[Speed, list[str]]:
+def given_speed(
+    flops: float, memory_bandwidth: float = 0, link: float = 0, *, cuda: bool = True
+) -> tuple[Speed, list[str]]:
     """Turn a device's figures (0: not given) into a speed, and say what was assumed."""
     assumptions = [f"the products reach {SHARE_OF_PEAK:.0%} of the given {flops:.3g} FLOP/s"]
     if not memory_bandwidth:
@@ -144,7 +147,7 @@ def given_speed(flops: float, memory_bandwidth: float, link: float) -> tuple[Spe
         encoder=rate,
         score=rate,
         memory=memory_bandwidth,
-        uncached=memory_bandwidth,
+        uncached=memory_bandwidth if cuda else math.inf,  # a CPU's blocks of scores stay in its caches
         link=link or DEFAULT_LINK,
         latency=DEFAULT_LATENCY,
     )

@@ -160,7 +160,7 @@ def plan_for(work: Workload, options: dict[str, Any], assumptions: list[str]) ->
         name = f"this machine, {size_text(free)} free" + (" for all processes" if here and work.world_size > 1 else "")
         devices = Devices(memory=free, shared=here, name=name)
     if flops:
-        speed, assumed = given_speed(flops, memory_bandwidth, link)
+        speed, assumed = given_speed(flops, memory_bandwidth, link, cuda=work.cuda)
         if not link and work.world_size > 1:
             assumed.append(f"each device sends {DEFAULT_LINK:.3g} bytes/s (--bandwidth)")
         return make_plan(work, devices, speed, assumptions + assumed)
