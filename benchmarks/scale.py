@@ -70,10 +70,11 @@ def load_rows(path: Path) -> dict[str, dict[str, Any]]:
 
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="A small part of the grid, recorded apart.")
+@click.option("--study", type=click.Choice(["model", "entities", "processes"]), help="Measure the points of one study.")
 @click.option("--again", is_flag=True, help="Measure every point again.")
 @click.option("--render-only", is_flag=True, help="Measure nothing: write tables and plots from what is recorded.")
 @click.option("--minutes", default=25.0, show_default=True, help="Begin no further point after so many minutes.")
-def main(quick: bool, again: bool, render_only: bool, minutes: float) -> None:
+def main(quick: bool, study: str | None, again: bool, render_only: bool, minutes: float) -> None:
     # Not at the top: the processes that are measured import this file, and would hold the libraries of the pictures.
     from benchmarks.scale_plots import plot
     from benchmarks.scale_report import render, write_table
@@ -85,24 +86,24 @@ def main(quick: bool, again: bool, render_only: bool, minutes: float) -> None:
     stamp = json.loads(path.read_text())["stamp"] if render_only else record.stamp(("torch", "numpy"))
     missing = []
     for number, point in enumerate(points, 1):
+        if study and point.study != study:
+            continue
         row = rows.get(point.key)
         if render_only or (row and not again and version and row["version"] == version):
             continue
         if time.monotonic() - began > 60 * minutes:
-            missing.append(point.key)
+            missing += [point.key] if row else []
             continue
         rows[point.key] = {**run_point(point), "version": version, "date": stamp["date"]}
         save(path, stamp, rows)
         seconds, memory = rows[point.key]["seconds"], rows[point.key]["peak_memory"]
         click.echo(f"{number}/{len(points)}  {point.key}: {1e3 * seconds:.0f} ms, {memory / 2**20:.0f} MiB", err=True)
-    known = {point.key for point in points}
-    rows = {key: row for key, row in rows.items() if key in known}
-    result = {"stamp": stamp, "rows": rows}
-    record.write(name, result, render(list(rows.values()), name))
+    rows = {point.key: rows[point.key] for point in points if point.key in rows}
+    if left := len(points) - len(rows) + len(missing):
+        raise SystemExit(f"{left} points are left: say the same again to measure them, then tables and plots follow")
+    record.write(name, {"stamp": stamp, "rows": rows}, render(list(rows.values()), name))
     write_table(list(rows.values()), record.RESULTS / name)
     plot(list(rows.values()), record.RESULTS / name)
-    if missing:
-        raise SystemExit(f"{len(missing)} points are left, say the same again to measure them")
 
 
 def save(path: Path, stamp: dict[str, Any], rows: dict[str, Any]) -> None:

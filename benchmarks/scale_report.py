@@ -30,6 +30,7 @@ def render(rows: list[Row], name: str) -> str:
             " A step's time is the median of its steps, with its share of planning batches; peak memory is what the"
             " system counts for the whole process, Python and torch included. Every point ran in processes of its own.",
             "",
+            *mixed_versions(rows),
             *parameters_table(studies["model"]),
             *model_table(studies["model"], name),
             *entities_table(studies["entities"], name),
@@ -38,6 +39,14 @@ def render(rows: list[Row], name: str) -> str:
             *check_table(rows, name),
         ]
     )
+
+
+def mixed_versions(rows: list[Row]) -> list[str]:
+    """Own up where not all points were measured on the same code."""
+    versions = {row["version"] for row in rows}
+    dates = sorted({row["date"] for row in rows})
+    text = f"Points of {len(versions)} versions of the code, measured from {dates[0]} to {dates[-1]}."
+    return [f"**{text}**", ""] if len(versions) > 1 else []
 
 
 def markdown(head: list[str], body: Iterable[Iterable[Any]]) -> list[str]:

@@ -112,7 +112,8 @@ def find_problem(work: Workload, num_local: int, device: torch.device) -> str:
     if not on_host(work):
         need = certain_bytes(work, device="cpu")
         each = f" ({num_local} processes of {size_text(need)})" if num_local > 1 else ""
-        machines = smallest(lambda n: on_host(replace(work, world_size=n * num_local)), MOST_DEVICES // num_local)
+        most = min(work.num_entities, MOST_DEVICES) // num_local
+        machines = smallest(lambda n: on_host(replace(work, world_size=n * num_local)), most)
         more = f"{machines:,} machines like this one (docs/distributed.md)" if machines else ""
         return (
             f"training needs at least {size_text(num_local * need)} of memory on this machine{each}, "
@@ -127,7 +128,7 @@ def find_problem(work: Workload, num_local: int, device: torch.device) -> str:
 
     if on_gpu(work):
         return ""
-    gpus = smallest(lambda n: on_gpu(replace(work, world_size=n)), MOST_DEVICES)
+    gpus = smallest(lambda n: on_gpu(replace(work, world_size=n)), min(work.num_entities, MOST_DEVICES))
     return (
         f"training needs at least {size_text(certain_bytes(work, device='cuda'))} on each of {work.world_size} GPUs, "
         f"{size_text(free_on_gpu)} are free; {remedies(work, on_gpu, f'{gpus:,} GPUs' if gpus else '')}"

@@ -113,6 +113,15 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.Mo
     assert "2 processes of" in find_problem(need - 1, monkeypatch, num_local=2)
 
 
+def test_a_model_that_no_number_of_processes_could_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tucker's core of 3000 x 3000 x 3000 is replicated: 27 billion numbers on each."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 20 * GIB)
+    work = replace(make_work(decoder="tucker", dim=3000), num_entities=812)
+    problem = memory.find_problem(work, 1, torch.device("cpu"))
+    assert problem.endswith("20.0 GiB are free; use --dim 750")
+    assert smallest_number(work, 20 * GIB) is None
+
+
 def test_what_is_certain_is_less_than_what_is_planned() -> None:
     for settings in ({}, {"decoder": "tucker", "batch_size": 4096}, {"loss": "bce", "dim": 1}):
         work = make_work(**settings)
