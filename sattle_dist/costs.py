@@ -9,12 +9,13 @@ B = G / W, D dim, H heads, K dim_key, V dim_value, F dim_hidden, T tokens that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from sattle_dist.config import Config
+from sattle_dist.counting import Sizes
 from sattle_dist.data import STEPS_PER_PLAN, part_size
 from sattle_dist.decoder import make_decoder
 from sattle_dist.evaluator import MAX_QUERIES_PER_BLOCK
@@ -184,9 +185,19 @@ def plan_bytes(work: Workload) -> int:
 
 
 def evaluation_bytes(work: Workload) -> int:
-    """Count what an evaluation adds to a training process: a block of scores, a copy of it and two comparisons."""
-    block = min(MAX_QUERIES_PER_BLOCK, max(1, work.score_budget // (FLOAT * work.num_rows)))
-    return round(2.5 * block * work.num_rows * FLOAT)
+    """Count what an evaluation adds to a training process: a buffer of scores, their comparisons, encoded queries."""
+    sizes = Sizes.within(work.score_budget, work.num_rows, torch.device("cuda" if work.cuda else "cpu"))
+    encoded = replace(work, config=work.config.override({"batch_size": MAX_QUERIES_PER_BLOCK}, "evaluation"))
+    return 2 * FLOAT * sizes.num_queries * sizes.num_rows + forward_bytes(encoded)
+
+
+def forward_bytes(work: Workload) -> int:
+    """Count what the encoder needs at one time where nothing is kept for backward."""
+    model, read = work.config.model, work.num_read
+    attention = (read * model.dim + (read + 1) * model.dim_key) * model.num_heads
+    widest = max(attention, 2 * read * model.dim_hidden, model.dim**2 if read == 2 else 0)
+    both = 2 * model.num_heads * model.dim**2
+    return FLOAT * (work.num_own * (widest + 12 * model.dim) + both + work.num_scored * model.dim)
 
 
 def saving_bytes(work: Workload) -> int:

@@ -22,9 +22,11 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, RunConfig
 from sattle_dist.costs import Workload
 from sattle_dist.data import Batch, Batches
+from sattle_dist.evaluator import evaluate
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.runtime import joined
+from tests.graphs import random_splits, write_graph
 from tests.tracing import LiveBytes
 
 CPU = torch.device("cpu")
@@ -129,6 +131,17 @@ def test_score_buffer_is_that_of_a_real_step(loss: str, score_memory: int, group
     counted = sum(parts[name] for name in costs.STATE) + parts["score buffer"] + costs.activation_bytes(work)
     drawn = size(torch.empty(40_000, 4))  # the rows themselves, which numpy draws
     assert counted - drawn == pytest.approx(live.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("decoder", ["twomult", "tucker"])
+def test_evaluation_adds_what_a_real_one_does(decoder: str, tmp_path: Path, group: Group) -> None:
+    splits = random_splits(0, num_entities=20_000, num_relations=7, num_triples=12_000)
+    graph = Graph.open(write_graph(tmp_path / "g", splits, num_entities=20_000, num_relations=7))
+    work = make_work(20_000, decoder=decoder, dim=64, num_heads=16)
+    learner, _ = start(work, group)
+    with LiveBytes() as live:
+        evaluate(learner, graph, "valid", "mean", 0)
+    assert costs.evaluation_bytes(work) == pytest.approx(live.peak, rel=0.2)
 
 
 def test_checkpoint_and_index_are_as_large_as_real_ones(tmp_path: Path, group: Group) -> None:
