@@ -30,6 +30,9 @@ def render(rows: list[Row], name: str) -> str:
             " A step's time is the median of its steps, with its share of planning batches; peak memory is what the"
             " system counts for the whole process, Python and torch included. Every point ran in processes of its own.",
             "",
+            f"Meanwhile other processes kept {max(row['others'] for row in rows):.2f} cores busy at most, in the median"
+            f" {np.median([row['others'] for row in rows]):.2f}.",
+            "",
             *mixed_versions(rows),
             *parameters_table(studies["model"]),
             *model_table(studies["model"], name),
