@@ -10,6 +10,7 @@ from ingest.cli import info, ingest, sql
 from sattle_dist import __version__
 from sattle_dist.commands.eval import evaluate
 from sattle_dist.commands.export import export
+from sattle_dist.commands.plan import plan
 from sattle_dist.commands.predict import predict
 from sattle_dist.commands.report import report
 from sattle_dist.commands.train import train
@@ -21,7 +22,7 @@ def main() -> None:
     """Train link-prediction embeddings of knowledge graphs, exactly, on all the processors there are."""
 
 
-for command in (ingest, info, sql, train, evaluate, predict, export, report):
+for command in (ingest, info, sql, plan, train, evaluate, predict, export, report):
     main.add_command(command)
 
 

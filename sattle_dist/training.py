@@ -17,6 +17,7 @@ from sattle_dist.config import Config, ConfigError, UserError
 from sattle_dist.graph import Graph
 from sattle_dist.jobs import Steps, number_of_processes, work_as_one
 from sattle_dist.launch import Restarts, run_workers
+from sattle_dist.memory import require_fits
 from sattle_dist.results import Result
 from sattle_dist.run import default_run_dir, lock_run_dir, prepare_run_dir
 from sattle_dist.runtime import Place, Whereabouts, choose_device, ending_on_signals, require_same_everywhere
@@ -74,6 +75,7 @@ def work(config: Config, graph: Graph) -> int:
 
     def train(group: Group, device: torch.device) -> None:
         require_same_everywhere(config, graph.checksum, group)
+        require_fits(config, graph, group, device)
         resolved, lock = agree_on_run_dir(config, graph, group)
         trainer = Trainer(resolved, graph, Path(resolved.run.out), group, device)
         trainer.on_step = steps.note

@@ -130,7 +130,7 @@ def evaluate_run(
     )
     if group.rank > 0:
         return
-    opened = checkpoint.latest(run)
+    opened = checkpoint.find(run, "best")
     protocol = make_protocol(
         graph,
         split=split,

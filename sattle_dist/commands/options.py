@@ -12,7 +12,9 @@ from sattle_dist.config import field_type, settings
 JOB_SETTINGS = ("nproc", "device", "threads", "timeout")
 
 
-def setting_option(name: str, *, with_default: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def setting_option(
+    name: str, *more_names: str, with_default: bool
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the option of a setting of Config, `--learning-rate` for learning_rate; without default it may be None."""
     section, declared = next((section, field) for section, field in settings() if field.name == name)
     bounds = declared.metadata
@@ -21,7 +23,7 @@ def setting_option(name: str, *, with_default: bool) -> Callable[[Callable[..., 
     if "[default" not in text:
         text += f"  [default: {declared.default}]"
     default = declared.default if with_default else None
-    return click.option(f"--{name.replace('_', '-')}", name, type=kind, default=default, help=text)
+    return click.option(f"--{name.replace('_', '-')}", *more_names, name, type=kind, default=default, help=text)
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,262 @@
+"""How fast this machine is at a workload: real steps over small tables, timed for a few seconds.
+
+Two tables of different size and the same queries give the speed of the scoring, which grows with the rows, and of
+everything else, which does not. The optimizer is timed apart. With several processes, all of them measure at once and
+together, as they would train, and the time of an exchange is measured with real ones.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sattle_dist.collectives import Group
+from sattle_dist.config import Config, RunConfig, UserError
+from sattle_dist.costs import (
+    FLOAT,
+    Workload,
+    bytes_sent,
+    encoder_flops,
+    num_messages,
+    optimizer_traffic,
+    score_flops,
+)
+from sattle_dist.data import STEPS_PER_PLAN, Batches
+from sattle_dist.graph import QueryIndex
+from sattle_dist.learner import MIB, Learner
+from sattle_dist.loss import CACHE_BYTES
+from sattle_dist.runtime import joined
+
+MOST_STATE = 256 * MIB  # of the larger table: beyond the caches, and made in no time
+MOST_FLOPS = 4e10  # of a step over the larger table
+WARM_STEPS, FEWEST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 2, 3, 8, 1.0
+MOST_QUERIES = 4096  # of a step of the calibration: more are no faster, and may need much memory
+MOST_TARGETS = 64  # of a query of the calibration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast one process is. Rates are what the step achieves, not what a device promises."""
+
+    encoder: float  # operations per second in encoder and decoder
+    score: float  # operations per second in the scoring
+    memory: float  # bytes per second in the optimizer
+    uncached: float = math.inf  # bytes per second of scores through memory, where `score` does not include it
+    report: float = 0.0  # seconds per row and query that the value of the loss adds, when it is formed
+    link: float = math.inf  # bytes per second that a process sends
+    latency: float = 0.0  # seconds of the shortest exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step: all of it, the optimizer's share, and what forming the value of the loss adds."""
+
+    step: float
+    optimizer: float
+    report: float
+
+
+def calibrate(work: Workload, *, here: bool) -> Speed:
+    """Time this machine at a workload, in the workload's processes (`here`), or as one device among others like it."""
+    if here and work.world_size > 1:
+        found: Speed = in_processes(work.world_size, measure_speed, work)[0]
+        return found
+    with joined(work.config.run) as (group, device):
+        return measure_speed(group, device, work)
+
+
+def measure_speed(group: Group, device: torch.device, work: Workload) -> Speed:
+    """Measure the speed of this process while all do the same. Every rank must call it."""
+    alone = replace(work, world_size=group.world_size)
+    fewest, most = table_sizes(work)
+    config = calibration_config(work)
+
+    def sample(num_rows: int, batch_size: int) -> Workload:
+        settings = config.override({"batch_size": batch_size}, "calibration")
+        return replace(alone, config=settings, num_entities=num_rows * group.world_size, num_queries=10**9)
+
+    scored, encoded = min(work.num_scored, MOST_QUERIES), min(work.num_own, MOST_QUERIES)
+    large, small = sample(most, scored), sample(fewest, scored)
+    slow, fast = time_steps(large, group, device), time_steps(small, group, device)
+    growth = (slow.step - slow.optimizer) - (fast.step - fast.optimizer)
+    floor = 0.05 * (slow.step - slow.optimizer)  # a growth that drowns in noise is not taken for infinite speed
+    score = (score_flops(large) - score_flops(small)) / max(growth, floor)
+    exchange = measure_exchange(group, device) if group.world_size > 1 else {}
+    own, own_times = small, fast
+    if group.world_size < work.world_size:  # one device among others encodes only its own queries
+        own = sample(fewest, encoded)
+        own_times = time_steps(own, group, device)
+    rest = own_times.step - own_times.optimizer - score_flops(own) / score
+    rest -= exchange_seconds(own, Speed(encoder=1, score=1, memory=1, **exchange))
+    return Speed(
+        encoder=encoder_flops(own) / max(rest, 0.05 * own_times.step),
+        score=score,
+        memory=optimizer_traffic(large) / slow.optimizer,
+        report=max(0.0, slow.report) / (large.num_rows * large.num_scored),
+        **exchange,
+    )
+
+
+def exchange_seconds(work: Workload, speed: Speed) -> float:
+    """Give the seconds that the exchanges of a step take."""
+    return sum(bytes_sent(work).values()) / speed.link + num_messages(work) * speed.latency
+
+
+def table_sizes(work: Workload) -> tuple[int, int]:
+    """Choose the rows of a small and a larger shard, in which softmax treats scores as it will in the real one."""
+    scored = min(work.num_scored, MOST_QUERIES)
+    affordable = min(MOST_STATE / (4 * FLOAT * (work.dim + 1)), MOST_FLOPS / (8 * scored * work.dim))
+    if work.config.train.loss != "softmax" or work.keeps_scores:
+        most = min(work.num_rows, max(64, int(affordable)))
+        return max(1, most // 4), most
+    fewest = 2 * calibration_budget(work) // (FLOAT * scored)  # twice what is kept
+    return fewest, max(4 * fewest, int(affordable))
+
+
+def calibration_budget(work: Workload) -> int:
+    """Give the smallest score buffer that is cut into the same blocks."""
+    return work.score_budget if work.cuda else min(work.score_budget, CACHE_BYTES)
+
+
+def calibration_config(work: Workload) -> Config:
+    """Give the workload's settings; a smaller score buffer where scores are formed twice anyway."""
+    if work.config.train.loss != "softmax" or work.keeps_scores:
+        return work.config
+    return work.config.override({"score_memory": max(1, calibration_budget(work) // MIB)}, "calibration")
+
+
+def time_steps(work: Workload, group: Group, device: torch.device) -> StepTimes:
+    """Time training steps over a random graph of this size, with the planning of batches. Every rank must call it."""
+    learner = Learner(work.config, work.num_entities, work.num_relations, group, device)
+    batches = Batches(
+        random_index(work, STEPS_PER_PLAN * work.config.train.batch_size),
+        batch_size=work.config.train.batch_size,
+        weigh_by_targets=work.config.train.loss != "kvsall",
+        seed=0,
+        sharding=learner.sharding,
+        group=group,
+        device=device,
+    )
+    optimizer_seconds: list[float] = []
+    clock = Clock(device)
+    learner.optimizer.register_step_pre_hook(lambda *_: clock.start())
+    learner.optimizer.register_step_post_hook(lambda *_: optimizer_seconds.append(clock.stop()))
+    started = time.perf_counter()
+    planned = list(batches.epoch(0))
+    planning = (time.perf_counter() - started) / len(planned)
+
+    def step(number: int, *, report: bool = False) -> float:
+        started = time.perf_counter()
+        learner.step(planned[number], 0, number, 0.001, report=report)
+        learner.gradient_norm().isfinite().item()  # as the trainer does; it also waits for a GPU
+        return time.perf_counter() - started
+
+    for number in range(WARM_STEPS):
+        step(number)
+    seconds: list[float] = []
+    # All ranks take the same number of steps: rank 0 says when they are enough.
+    while len(seconds) < FEWEST_STEPS or group.share(sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_STEPS):
+        seconds.append(step(WARM_STEPS + len(seconds)))
+    plain = statistics.median(seconds)
+    return StepTimes(
+        step=planning + plain,
+        optimizer=statistics.median(optimizer_seconds[WARM_STEPS:]),
+        report=step(STEPS_PER_PLAN - 1, report=True) - plain,
+    )
+
+
+class Clock:
+    """Measures a part of a step; waits for a GPU at both ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def start(self) -> None:
+        self._wait()
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        self._wait()
+        return time.perf_counter() - self._started
+
+
+def random_index(work: Workload, num_queries: int) -> QueryIndex:
+    """Draw queries with as many targets as the workload's have on average, over its entities."""
+    rng = np.random.default_rng(0)
+    num_targets = max(1, min(round(work.targets_per_query), MOST_TARGETS, work.num_entities))
+    queries = rng.integers(work.num_entities * 2 * work.num_relations, size=num_queries)
+    first = rng.integers(work.num_entities, size=(num_queries, 1))
+    targets = (first + np.arange(num_targets) * (work.num_entities // num_targets)) % work.num_entities
+    return QueryIndex(
+        queries=np.sort(queries),
+        offsets=np.arange(num_queries + 1) * num_targets,
+        targets=targets.astype(np.int32).ravel(),
+        num_relations_both=2 * work.num_relations,
+    )
+
+
+def measure_exchange(group: Group, device: torch.device) -> dict[str, float]:
+    """Measure the shortest exchange and the bytes per second of a long one. Every rank must call it."""
+
+    def seconds(x: torch.Tensor, times: int) -> float:
+        group.all_gather(x, "calibration")
+        group.barrier()
+        started = time.perf_counter()
+        for _ in range(times):
+            group.all_gather(x, "calibration").sum().item()
+        return (time.perf_counter() - started) / times
+
+    latency = seconds(torch.zeros(1, device=device), 50)
+    x = torch.zeros(4 * MIB // FLOAT // group.world_size, device=device)
+    sent = (group.world_size - 1) * x.numel() * FLOAT
+    return {"latency": latency, "link": sent / max(seconds(x, 5) - latency, 1e-6)}
+
+
+def in_processes(world_size: int, function: Callable[..., Any], work: Workload) -> list[Any]:
+    """Call function(group, device, work) in so many processes of one group; give the results by rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(target=_process, args=(rank, world_size, port, results, function, work), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    while len(found) < world_size:
+        if not results.empty():
+            rank, value = results.get()
+            found[rank] = value
+        elif any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+            raise UserError(
+                f"the calibration in {world_size} processes failed; plan from given figures, with --device-flops"
+            )
+        time.sleep(0.02)
+    for process in processes:
+        process.join()
+    return [found[rank] for rank in range(world_size)]
+
+
+def _process(rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], work: Workload) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run = RunConfig(device=work.config.run.device, threads=work.config.run.threads)
+    with joined(run) as (group, device):
+        results.put((rank, function(group, device, work)))
+        group.barrier()
+        os._exit(0)  # see runtime.end_process
