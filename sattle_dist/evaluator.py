@@ -26,10 +26,7 @@ from sattle_dist.counting import Counter, Pairs, Sizes
 from sattle_dist.data import OwnQueries, part_size, route
 from sattle_dist.graph import SPLITS, Graph, Int64s, QueryIndex, concatenated_ranges
 from sattle_dist.learner import Learner
-from sattle_dist.metrics import metrics
 from sattle_dist.randomness import TIES, philox
-
-__all__ = ["Positions", "break_ties", "evaluate", "metrics", "own_part", "score_block"]
 
 MAX_QUERIES_PER_BLOCK = 1024  # encoded together
 TARGETS_AT_ONCE = 1 << 20  # true and known targets of the queries that are counted together, or those of one query
@@ -164,16 +161,6 @@ def encode_block(learner: Learner, source: Int64s, relation: Int64s) -> Tensor:
     """Encode a block of queries, each rank its part: [G, D] on all, padding last. Every rank must call it."""
     group = learner.group
     queries = own_part(source, relation, group.rank, group.world_size)
-    return _encode(learner, queries)
-
-
-def _encode(learner: Learner, queries: OwnQueries) -> Tensor:
-    (batch,) = route([queries], learner.sharding, learner.group, learner.device)
+    (batch,) = route([queries], learner.sharding, group, learner.device)
     query = learner.encode(learner.table.lookup(batch.lookup), batch.relation)
-    return learner.group.all_gather(query, "queries")
-
-
-@torch.no_grad()
-def score_block(learner: Learner, queries: OwnQueries) -> Tensor:
-    """Score all queries of a block against this rank's shard: [G, S], padding queries last. Every rank must call it."""
-    return torch.addmm(learner.table.bias, _encode(learner, queries), learner.table.rows.T)
+    return group.all_gather(query, "queries")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
 from sattle_dist import checkpoint
@@ -25,6 +24,7 @@ from sattle_dist.config import Config, ConfigError, UserError
 from sattle_dist.graph import Graph, GraphError
 from sattle_dist.learner import Learner
 from sattle_dist.storage import verify
+from sattle_dist.stored import StoredTensors
 
 RELATIONS = ("model.relations", "optimizer.model.relations.exp_avg", "optimizer.model.relations.exp_avg_sq")
 
@@ -112,31 +112,16 @@ def fill(learner: Learner, folder: Path, facts: dict[str, Any]) -> None:
     """Copy the old rows and all that has no rows from a checkpoint's files into this rank's tensors."""
     old_relations, num_both = facts["graph"]["relations"]["count"], learner.model.relations.shape[0]
     shard, old_entities = learner.table.shard, facts["graph"]["entities"]["count"]
-    tensors = checkpoint.local_tensors(learner, with_optimizer=True)
-    for name in facts["files"]:
-        with safe_open(folder / name, framework="pt") as file:
-            offsets = saved_offsets(file)
-            for key in file.keys():  # noqa: SIM118, it is no dictionary
-                target, piece = tensors[key], file.get_slice(key)
-                if checkpoint.is_sharded(key, target):
-                    first = offsets[key][0]
-                    copy_rows(target, shard.start, piece, first, min(old_entities, shard.stop))
-                elif key in RELATIONS:
-                    copy_both_directions(target, piece[:], old_relations, num_both // 2)
-                else:
-                    target.copy_(piece[:] if target.dim() else file.get_tensor(key))
-
-
-def saved_offsets(file: Any) -> dict[str, list[int]]:
-    """Give for every tensor of a shard file where it begins in the whole tensor."""
-    return {key: place["saved_offsets"] for key, place in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items()}
-
-
-def copy_rows(target: Tensor, first: int, piece: Any, piece_first: int, stop: int) -> None:
-    """Copy the rows that a file's piece and this rank's rows [first, stop) have in common."""
-    start, end = max(first, piece_first), min(stop, piece_first + piece.get_shape()[0])
-    if start < end:
-        target[start - first : end - first] = piece[start - piece_first : end - piece_first]
+    stored = StoredTensors(folder)
+    for name, target in checkpoint.local_tensors(learner, with_optimizer=True).items():
+        if checkpoint.is_sharded(name, target):
+            stop = min(old_entities, shard.stop)
+            if shard.start < stop:
+                target[: stop - shard.start] = torch.from_numpy(stored.rows(name, shard.start, stop))
+        elif name in RELATIONS:
+            copy_both_directions(target, torch.from_numpy(stored.whole(name)), old_relations, num_both // 2)
+        else:
+            target.copy_(torch.from_numpy(stored.whole(name)))
 
 
 def copy_both_directions(target: Tensor, old: Tensor, old_relations: int, relations: int) -> None:

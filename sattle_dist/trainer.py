@@ -20,10 +20,11 @@ from sattle_dist import checkpoint, grow, resume
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, StoppedError
 from sattle_dist.data import Batches
-from sattle_dist.evaluator import evaluate, metrics
+from sattle_dist.evaluator import evaluate
 from sattle_dist.events import log_epoch
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
+from sattle_dist.metrics import metrics
 from sattle_dist.progress import Progress
 from sattle_dist.results import Result, report_test
 from sattle_dist.saver import Saver

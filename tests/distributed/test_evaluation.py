@@ -12,8 +12,9 @@ import torch
 
 from sattle_dist.collectives import Group
 from sattle_dist.counting import Counter, Pairs, Sizes
-from sattle_dist.evaluator import Positions, break_ties, evaluate, metrics
+from sattle_dist.evaluator import Positions, break_ties, evaluate
 from sattle_dist.graph import Graph
+from sattle_dist.metrics import metrics
 from sattle_dist.results import make_protocol, make_result
 from sattle_dist.sharding import Shard
 from tests.distributed.test_step import make_config, make_learner
