@@ -181,6 +181,8 @@ def change_processes(folder: Path, epochs: int) -> dict[str, Any]:
         victims = run.workers() or [run.process.pid]
         os.kill(victims[-1], signal.SIGKILL)
         run.end()
+    if newest_epoch(run) == epochs:
+        raise SystemExit("the run of 3 processes ended before it was killed; use more --epochs")
     run.start(2)
     code = run.end()
     return {
