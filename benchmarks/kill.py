@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -154,6 +155,9 @@ def kill_many(folder: Path, epochs: int, kills: int, rng: random.Random) -> dict
         "restarts_by_launcher": text.count("restart ") - text.count("(restart"),
         "exit_code": code,
         "tracebacks": text.count("Traceback"),
+        "traceback_texts": [
+            part[-1500:] for part in re.findall(r"Traceback.*?(?=\nerror|\nepoch|\Z)", text, re.DOTALL)
+        ],
         "weights_equal_bit_for_bit": equal(whole.tensors(), run.tensors()),
         "metrics_equal": whole.history() == run.history(),
         "checkpoints_left": sorted(path.name for path in (run.out / "checkpoints").iterdir()),
@@ -177,6 +181,8 @@ def change_processes(folder: Path, epochs: int) -> dict[str, Any]:
         victims = run.workers() or [run.process.pid]
         os.kill(victims[-1], signal.SIGKILL)
         run.end()
+    if newest_epoch(run) == epochs:
+        raise SystemExit("the run of 3 processes ended before it was killed; use more --epochs")
     run.start(2)
     code = run.end()
     return {

@@ -115,11 +115,13 @@ def differences(old: Mapping[str, Mapping[str, Any]], new: Config) -> list[str]:
     harmless = {"epochs"} if new.train.schedule != "cosine" else set()
     found = []
     for section in ("model", "train"):
-        before, after = old[section], dataclasses.asdict(getattr(new, section))
+        # A setting that the release which wrote the checkpoint did not have yet had the effect of its default.
+        before = {**dataclasses.asdict(getattr(Config(), section)), **old[section]}
+        after = dataclasses.asdict(getattr(new, section))
         found += [
-            f"{name} was {before.get(name)!r}, is {value!r}"
+            f"{name} was {before[name]!r}, is {value!r}"
             for name, value in after.items()
-            if before.get(name) != value and name not in harmless
+            if before[name] != value and name not in harmless
         ]
     return found
 
