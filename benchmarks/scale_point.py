@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
@@ -31,6 +32,7 @@ TARGETS_PER_QUERY = 4
 WARM_STEPS, FEWEST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 2, 3, 10, 2.0
 PHASE_STEPS = 2
 MOST_OTHERS = 0.1  # cores busy with something else; a point disturbed more is measured again
+MOST_DRIFT = 0.2  # between calibrations before and after a point, as a logarithm; likewise
 MOST_TRIES = 3
 
 
@@ -71,32 +73,44 @@ class Point:
 
 
 def run_point(point: Point) -> dict[str, Any]:
-    """Predict and measure a point; again where other processes disturbed it. Give the row disturbed least."""
+    """Predict and measure a point; again where the machine was not left alone. Give the steadiest row."""
     rows: list[dict[str, Any]] = []
-    while len(rows) < MOST_TRIES and all(row["others"] > MOST_OTHERS for row in rows):
+    while len(rows) < MOST_TRIES and not any(is_steady(row) for row in rows):
         busy, began = others_seconds(), time.monotonic()
         row = predict_and_measure(point)
         rows.append({**row, "others": (others_seconds() - busy) / (time.monotonic() - began)})
-    return min(rows, key=lambda row: float(row["others"]))
+    return next(filter(is_steady, rows), min(rows, key=lambda row: float(row["drift"])))
+
+
+def is_steady(row: dict[str, Any]) -> bool:
+    """Tell whether the machine was the same while a point was measured."""
+    return bool(row["others"] <= MOST_OTHERS and row["drift"] <= MOST_DRIFT)
 
 
 def others_seconds() -> float:
-    """Give the CPU seconds that this machine has spent on other processes than this one and its ended children."""
+    """Give the CPU seconds that went to other processes than this one and its ended children, or to other machines."""
     try:
-        user, nice, system = (int(n) for n in Path("/proc/stat").read_text().split()[1:4])
+        user, nice, system, _, _, _, _, stolen = (int(n) for n in Path("/proc/stat").read_text().split()[1:9])
     except (OSError, ValueError):
         return 0.0
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(use.ru_utime + use.ru_stime for use in own)
+    ticks = user + nice + system + stolen
+    return ticks / os.sysconf("SC_CLK_TCK") - sum(use.ru_utime + use.ru_stime for use in own)
+
+
+def predict(work: Workload) -> float:
+    """Predict the seconds of a step, from a calibration made now."""
+    parts = step_seconds(work, calibrate(work, here=True))
+    # The value of the loss, formed at every tenth step, is part of an epoch but of no step that is measured here.
+    return sum(s for name, s in parts.items() if not name.startswith("value of the loss"))
 
 
 def predict_and_measure(point: Point) -> dict[str, Any]:
-    """Predict a point, then measure it in fresh processes; give one row of the results."""
+    """Predict a point, measure it in fresh processes, and predict it again, to see how steady the machine is."""
     work = point.work
-    predicted = step_seconds(work, calibrate(work, here=True))
-    # The value of the loss, formed at every tenth step, is part of an epoch but of no step that is measured here.
-    seconds = sum(s for name, s in predicted.items() if not name.startswith("value of the loss"))
+    seconds = predict(work)
     ranks = run_ranks(point.processes, measure, point, threads=point.threads)
+    drift = abs(math.log(predict(work) / seconds))
     slowest = max(ranks, key=lambda rank: float(rank["seconds"]))
     nfp, efp = work.parameters
     return {
@@ -116,6 +130,7 @@ def predict_and_measure(point: Point) -> dict[str, Any]:
         "predicted_seconds": seconds,
         "predicted_memory": memory_peaks(work)["training"],
         "predicted_bytes_sent": sum(costs.bytes_sent(work).values()),
+        "drift": drift,
         "step_seconds": slowest["step_seconds"],
     }
 

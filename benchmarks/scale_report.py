@@ -30,8 +30,7 @@ def render(rows: list[Row], name: str) -> str:
             " A step's time is the median of its steps, with its share of planning batches; peak memory is what the"
             " system counts for the whole process, Python and torch included. Every point ran in processes of its own.",
             "",
-            f"Meanwhile other processes kept {max(row['others'] for row in rows):.2f} cores busy at most, in the median"
-            f" {np.median([row['others'] for row in rows]):.2f}.",
+            disturbance(rows),
             "",
             *mixed_versions(rows),
             *parameters_table(studies["model"]),
@@ -41,6 +40,16 @@ def render(rows: list[Row], name: str) -> str:
             *laws_table(studies),
             *check_table(rows, name),
         ]
+    )
+
+
+def disturbance(rows: list[Row]) -> str:
+    """Say how steady the machine was."""
+    others, drift = ([float(row[name]) for row in rows] for name in ("others", "drift"))
+    return (
+        f"Meanwhile other processes kept {np.median(others):.2f} cores busy in the median, {max(others):.2f} at most;"
+        f" calibrations before and after a point differed by {np.median(drift):.0%} in the median, {max(drift):.0%} at"
+        " most. A point with more than 0.1 cores or 20% was measured again, up to three times."
     )
 
 

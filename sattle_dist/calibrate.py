@@ -38,7 +38,7 @@ from sattle_dist.runtime import joined
 
 MOST_STATE = 256 * MIB  # of the larger table: beyond the caches, and made in no time
 MOST_FLOPS = 4e10  # of a step over the larger table
-WARM_STEPS, FEWEST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 2, 3, 8, 1.0
+WARM_STEPS, FEWEST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 2, 5, 12, 1.5
 MOST_QUERIES = 4096  # of a step of the calibration: more are no faster, and may need much memory
 MOST_TARGETS = 64  # of a query of the calibration
 
@@ -86,15 +86,14 @@ def measure_speed(group: Group, device: torch.device, work: Workload) -> Speed:
 
     scored, encoded = min(work.num_scored, MOST_QUERIES), min(work.num_own, MOST_QUERIES)
     large, small = sample(most, scored), sample(fewest, scored)
-    slow, fast = time_steps(large, group, device), time_steps(small, group, device)
+    own = sample(fewest, encoded) if group.world_size < work.world_size else small  # a device encodes only its own
+    works = [large, small] if own is small else [large, small, own]
+    slow, fast, *others = time_steps(works, group, device)
+    own_times = others[0] if others else fast
     growth = (slow.step - slow.optimizer) - (fast.step - fast.optimizer)
     floor = 0.05 * (slow.step - slow.optimizer)  # a growth that drowns in noise is not taken for infinite speed
     score = (score_flops(large) - score_flops(small)) / max(growth, floor)
     exchange = measure_exchange(group, device) if group.world_size > 1 else {}
-    own, own_times = small, fast
-    if group.world_size < work.world_size:  # one device among others encodes only its own queries
-        own = sample(fewest, encoded)
-        own_times = time_steps(own, group, device)
     rest = own_times.step - own_times.optimizer - score_flops(own) / score
     rest -= exchange_seconds(own, Speed(encoder=1, score=1, memory=1, **exchange))
     return Speed(
@@ -134,44 +133,60 @@ def calibration_config(work: Workload) -> Config:
     return work.config.override({"score_memory": max(1, calibration_budget(work) // MIB)}, "calibration")
 
 
-def time_steps(work: Workload, group: Group, device: torch.device) -> StepTimes:
-    """Time training steps over a random graph of this size, with the planning of batches. Every rank must call it."""
-    learner = Learner(work.config, work.num_entities, work.num_relations, group, device)
-    batches = Batches(
-        random_index(work, STEPS_PER_PLAN * work.config.train.batch_size),
-        batch_size=work.config.train.batch_size,
-        weigh_by_targets=work.config.train.loss != "kvsall",
-        seed=0,
-        sharding=learner.sharding,
-        group=group,
-        device=device,
-    )
-    optimizer_seconds: list[float] = []
-    clock = Clock(device)
-    learner.optimizer.register_step_pre_hook(lambda *_: clock.start())
-    learner.optimizer.register_step_post_hook(lambda *_: optimizer_seconds.append(clock.stop()))
-    started = time.perf_counter()
-    planned = list(batches.epoch(0))
-    planning = (time.perf_counter() - started) / len(planned)
+class Sample:
+    """A learner over a random graph of some size, whose training steps are timed. Every rank must do the same."""
 
-    def step(number: int, *, report: bool = False) -> float:
-        started = time.perf_counter()
-        learner.step(planned[number], 0, number, 0.001, report=report)
-        learner.gradient_norm().isfinite().item()  # as the trainer does; it also waits for a GPU
-        return time.perf_counter() - started
+    def __init__(self, work: Workload, group: Group, device: torch.device) -> None:
+        self.learner = Learner(work.config, work.num_entities, work.num_relations, group, device)
+        batches = Batches(
+            random_index(work, STEPS_PER_PLAN * work.config.train.batch_size),
+            batch_size=work.config.train.batch_size,
+            weigh_by_targets=work.config.train.loss != "kvsall",
+            seed=0,
+            sharding=self.learner.sharding,
+            group=group,
+            device=device,
+        )
+        self.seconds: list[float] = []
+        self.optimizer_seconds: list[float] = []
+        clock = Clock(device)
+        self.learner.optimizer.register_step_pre_hook(lambda *_: clock.start())
+        self.learner.optimizer.register_step_post_hook(lambda *_: self.optimizer_seconds.append(clock.stop()))
+        began = time.perf_counter()
+        self.planned = list(batches.epoch(0))
+        self.planning = (time.perf_counter() - began) / len(self.planned)
 
-    for number in range(WARM_STEPS):
-        step(number)
-    seconds: list[float] = []
+    def step(self, *, report: bool = False) -> float:
+        """Take one more step; give its seconds."""
+        number = len(self.seconds) % len(self.planned)
+        began = time.perf_counter()
+        self.learner.step(self.planned[number], 0, number, 0.001, report=report)
+        self.learner.gradient_norm().isfinite().item()  # as the trainer does; it also waits for a GPU
+        self.seconds.append(time.perf_counter() - began)
+        return self.seconds[-1]
+
+    def times(self) -> StepTimes:
+        """Give the medians of the steps taken after the first ones; takes one more."""
+        plain = statistics.median(self.seconds[WARM_STEPS:])
+        return StepTimes(
+            step=self.planning + plain,
+            optimizer=statistics.median(self.optimizer_seconds[WARM_STEPS:]),
+            report=self.step(report=True) - plain,
+        )
+
+
+def time_steps(works: list[Workload], group: Group, device: torch.device) -> list[StepTimes]:
+    """Time training steps of these sizes, in turns, so that all meet the same machine. Every rank must call it."""
+    samples = [Sample(work, group, device) for work in works]
+    for _ in range(WARM_STEPS):
+        for sample in samples:
+            sample.step()
+    rounds, spent = 0, 0.0
     # All ranks take the same number of steps: rank 0 says when they are enough.
-    while len(seconds) < FEWEST_STEPS or group.share(sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_STEPS):
-        seconds.append(step(WARM_STEPS + len(seconds)))
-    plain = statistics.median(seconds)
-    return StepTimes(
-        step=planning + plain,
-        optimizer=statistics.median(optimizer_seconds[WARM_STEPS:]),
-        report=step(STEPS_PER_PLAN - 1, report=True) - plain,
-    )
+    while rounds < FEWEST_STEPS or group.share(spent < ENOUGH_SECONDS and rounds < MOST_STEPS):
+        spent += sum(sample.step() for sample in samples)
+        rounds += 1
+    return [sample.times() for sample in samples]
 
 
 class Clock:
