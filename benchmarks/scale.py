@@ -4,6 +4,7 @@ python -m benchmarks.scale            the whole grid, about twenty minutes on tw
 python -m benchmarks.scale --quick    a few minutes
 
 A point that the results hold for the same code is not measured again: a run that was stopped goes on where it was.
+At the end come the tables and plots in benchmarks/results, and the tables of docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def load_rows(path: Path) -> dict[str, dict[str, Any]]:
 @click.option("--minutes", default=25.0, show_default=True, help="Begin no further point after so many minutes.")
 def main(quick: bool, study: str | None, again: bool, render_only: bool, minutes: float) -> None:
     # Not at the top: the processes that are measured import this file, and would hold the libraries of the pictures.
+    from benchmarks import scale_docs
     from benchmarks.scale_plots import plot
     from benchmarks.scale_report import render, write_table
 
@@ -104,6 +106,7 @@ def main(quick: bool, study: str | None, again: bool, render_only: bool, minutes
     record.write(name, {"stamp": stamp, "rows": rows}, render(list(rows.values()), name))
     write_table(list(rows.values()), record.RESULTS / name)
     plot(list(rows.values()), record.RESULTS / name)
+    scale_docs.write()
 
 
 def save(path: Path, stamp: dict[str, Any], rows: dict[str, Any]) -> None:

@@ -81,6 +81,8 @@ def recorded_check() -> str:
 
     whole, quick = (record.RESULTS / f"{name}.json" for name in ("scale", "scale-quick"))
     path = whole if whole.exists() else quick
+    if not path.exists():
+        return "Nothing is recorded for this version yet.\n"
     result = json.loads(path.read_text())
     stamp, rows = result["stamp"], list(result["rows"].values())
     table = [line for line in check_table(rows, path.stem) if line.startswith(("|", "-", "Outside"))]
@@ -110,5 +112,9 @@ def fill(text: str, contents: dict[str, str]) -> str:
     return text
 
 
-if __name__ == "__main__":
+def write() -> None:
     DOC.write_text(fill(DOC.read_text(), blocks()))
+
+
+if __name__ == "__main__":
+    write()

@@ -23,6 +23,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, RunConfig, UserError
 from sattle_dist.costs import (
     FLOAT,
+    SOFTMAXES,
     Workload,
     bytes_sent,
     encoder_flops,
@@ -114,7 +115,7 @@ def table_sizes(work: Workload) -> tuple[int, int]:
     """Choose the rows of a small and a larger shard, in which softmax treats scores as it will in the real one."""
     scored = min(work.num_scored, MOST_QUERIES)
     affordable = min(MOST_STATE / (4 * FLOAT * (work.dim + 1)), MOST_FLOPS / (8 * scored * work.dim))
-    if work.config.train.loss != "softmax" or work.keeps_scores:
+    if work.config.train.loss not in SOFTMAXES or work.keeps_scores:
         most = min(work.num_rows, max(64, int(affordable)))
         return max(1, most // 4), most
     fewest = 2 * calibration_budget(work) // (FLOAT * scored)  # twice what is kept
@@ -128,7 +129,7 @@ def calibration_budget(work: Workload) -> int:
 
 def calibration_config(work: Workload) -> Config:
     """Give the workload's settings; a smaller score buffer where scores are formed twice anyway."""
-    if work.config.train.loss != "softmax" or work.keeps_scores:
+    if work.config.train.loss not in SOFTMAXES or work.keeps_scores:
         return work.config
     return work.config.override({"score_memory": max(1, calibration_budget(work) // MIB)}, "calibration")
 

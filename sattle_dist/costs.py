@@ -31,10 +31,9 @@ PROCESS = 324 * MIB  # Python, torch and this library, resident before anything 
 WORKSPACE = 24 * MIB  # what the matrix-product and thread libraries take for themselves in the first steps
 FRAGMENTATION = 0.7  # of the activations: freed pieces that the C library keeps, see runtime.keep_freed_memory
 LARGE_PIECE = 32 * MIB  # it keeps none beyond this size
-SAVED_COPIES = 2  # of everything saved, made by the checkpoint's writer: the pieces as bytes, and the file of them
 CUDA_CONTEXT = 600 * MIB  # an assumption: the driver's and cuBLAS's own memory on a GPU
 
-CHECKPOINTS_ON_DISK = 3  # two kept, and one that is being written
+SOFTMAXES = ("softmax", "filtered")  # losses that normalise over all scores before any gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,14 +164,14 @@ def activation_pieces(work: Workload) -> list[int]:
 
 
 def query_bytes(work: Workload) -> int:
-    """Count the query vectors [G, D] of the loss: sent, received, weighted, their gradient and its parts."""
-    return 6 * FLOAT * work.num_scored * work.dim
+    """Count the query vectors [G, D] of the loss: sent, received, weighted, scaled, their gradient."""
+    return 7 * FLOAT * work.num_scored * work.dim
 
 
 def score_bytes(work: Workload) -> int:
     """Count the score buffer: all scores of the shard where softmax keeps them, else one block of rows."""
     row = work.num_scored * FLOAT
-    if work.config.train.loss == "softmax" and work.keeps_scores:
+    if work.config.train.loss in SOFTMAXES and work.keeps_scores:
         return work.num_rows * row
     most = work.score_budget if work.cuda else min(work.score_budget, CACHE_BYTES)
     return min(max(1, most // row), work.num_rows) * row
@@ -201,8 +200,8 @@ def forward_bytes(work: Workload) -> int:
 
 
 def saving_bytes(work: Workload) -> int:
-    """Count what writing a checkpoint adds, in the memory of the host: copies of what is saved."""
-    return SAVED_COPIES * saved_bytes(work)
+    """Count what saving adds, in the memory of the host, from the first checkpoint on: the copy that is written."""
+    return saved_bytes(work) if work.cuda or work.config.run.saving == "background" else 0
 
 
 def saved_bytes(work: Workload) -> int:
@@ -214,6 +213,11 @@ def checkpoint_bytes(work: Workload) -> int:
     """Count one checkpoint on disk."""
     table = work.num_entities * (work.dim + 1)
     return FLOAT * (3 * (table + work.num_replicated_trained) + work.num_replicated - work.num_replicated_trained)
+
+
+def num_checkpoints(work: Workload) -> int:
+    """Count the checkpoints on disk: the newest, the best, and one that is being written."""
+    return work.config.run.keep + 2
 
 
 def index_bytes(num_queries: int, num_triples: int) -> int:
@@ -240,14 +244,14 @@ def bytes_sent(work: Workload) -> dict[str, float]:
         "batch-norm moments": 2 * others * sum(2 * width + 1 for width in norm_widths(work)) * DOUBLE,
         "batch plan": INT * (targets + work.num_own * away + others * (work.num_own + 4)),
     }
-    if work.config.train.loss == "softmax":
-        sent["softmax"] = others * 2 * work.num_scored * FLOAT
+    if work.config.train.loss in SOFTMAXES:  # a maximum and a sum per query; filtered has its targets' pull besides
+        sent["softmax"] = others * (2 + (work.config.train.loss == "filtered")) * work.num_scored * FLOAT
     return sent
 
 
 def num_messages(work: Workload) -> int:
     """Count the exchanges of a step that wait for one another."""
-    small = 2 * len(norm_widths(work)) + (work.config.train.loss == "softmax")
+    small = 2 * len(norm_widths(work)) + {"softmax": 1, "filtered": 2}.get(work.config.train.loss, 0)
     rows_and_vectors = 4
     ring = 2 * (work.world_size - 1)
     return small + rows_and_vectors + ring if work.world_size > 1 else 0
@@ -271,13 +275,13 @@ def encoder_flops(work: Workload) -> float:
 
 def score_flops(work: Workload) -> float:
     """Count the operations of scoring all queries against one shard, with the gradients of rows and queries."""
-    forms_twice = work.config.train.loss == "softmax" and not work.keeps_scores
+    forms_twice = work.config.train.loss in SOFTMAXES and not work.keeps_scores
     return 2 * (4 if forms_twice else 3) * work.num_rows * work.num_scored * work.dim
 
 
 def score_traffic(work: Workload) -> float:
     """Count the bytes of scores that pass through memory where no cache holds them: written, read, by each pass."""
-    passes = 7 if work.config.train.loss == "softmax" else 5
+    passes = 7 if work.config.train.loss in SOFTMAXES else 5
     return passes * FLOAT * work.num_rows * work.num_scored
 
 

@@ -34,7 +34,7 @@ def memory_peaks(work: Workload) -> dict[str, int]:
     training = sum(parts.values())
     between = training - parts["activations of the encoder"] - parts["query vectors"]
     peaks = {"training": training, "evaluating": between + costs.evaluation_bytes(work)}
-    # The copies of a checkpoint are made on the host. What the allocator has taken for a step it mostly keeps.
+    # A checkpoint's copy is in the memory of the host, and stays there for the next.
     return peaks if work.cuda else {**peaks, "saving": training + costs.saving_bytes(work)}
 
 
@@ -64,14 +64,16 @@ def smallest(holds: Callable[[int], bool], most: int) -> int | None:
     return high
 
 
-def with_setting(work: Workload, name: str, value: int) -> Workload:
-    """Give the workload with another --dim, --batch-size ..."""
+def with_setting(work: Workload, name: str, value: int | str) -> Workload:
+    """Give the workload with another --dim, --saving ..."""
     return replace(work, config=work.config.override({name: value}, "plan"))
 
 
 def remedies(work: Workload, fitting: Callable[[Workload], bool], more: str) -> str:
     """List what would make it fit: more devices, in words, and smaller settings."""
     found = [f"at least {more}"] if more else []
+    if fitting(with_setting(work, "saving", "blocking")):
+        found.append("--saving blocking")
     for name in ("dim", "batch_size"):
         value = getattr(work.config.model if name == "dim" else work.config.train, name)
         least = work.world_size if name == "batch_size" else 1

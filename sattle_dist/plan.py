@@ -90,7 +90,7 @@ class Plan:
             "smallest_devices": self.smallest,
             "disk": {
                 "checkpoint": costs.checkpoint_bytes(work),
-                "checkpoints": costs.CHECKPOINTS_ON_DISK * costs.checkpoint_bytes(work),
+                "checkpoints": costs.num_checkpoints(work) * costs.checkpoint_bytes(work),
                 "index": costs.index_bytes(work.num_queries, work.num_triples),
             },
             "bytes_sent_per_step": {**self.sent, "total": sum(self.sent.values())},

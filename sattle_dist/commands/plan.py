@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sattle_dist.costs import Workload
     from sattle_dist.plan import Plan
 
-RUN_SETTINGS = ("device", "threads", "score_memory")
+RUN_SETTINGS = ("device", "threads", "score_memory", "saving", "keep")
 TRAIN_SETTINGS = ("loss", "batch_size")
 
 
@@ -194,8 +194,8 @@ def render(plan: Plan) -> str:
     smallest = f"{plan.smallest:,}" if plan.smallest else "none"
     disk = {
         "a checkpoint": size_text(costs.checkpoint_bytes(work)),
-        f"{costs.CHECKPOINTS_ON_DISK} checkpoints, one being written": size_text(
-            costs.CHECKPOINTS_ON_DISK * costs.checkpoint_bytes(work)
+        f"{costs.num_checkpoints(work)} checkpoints, one being written": size_text(
+            costs.num_checkpoints(work) * costs.checkpoint_bytes(work)
         ),
         "training index (mapped, shared)": size_text(costs.index_bytes(work.num_queries, work.num_triples)),
     }

@@ -20,7 +20,7 @@ from tests.graphs import write_graph
 from tests.processes import run_processes
 
 N, R, BATCH = 131, 3, 16
-CASES = [("bce", "twomult"), ("softmax", "tucker")]
+CASES = [("bce", "twomult"), ("softmax", "tucker"), ("filtered", "twomult")]
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.Mo
     problem = find_problem(need - 1, monkeypatch)
     assert f"needs at least {size_text(need)}" in problem
     assert "use at least 2 machines like this one" in problem
+    assert "--saving blocking" in problem
     assert "--dim 50" in problem
     assert "--batch-size" not in problem  # no smaller batch would help
     assert find_problem(need - 1, monkeypatch, dim=50) == ""
