@@ -54,7 +54,8 @@ def draw_model(rows: list[Row]) -> Any:
     axes[0, 0].legend(frameon=False, fontsize=8)
     handles = [pyplot.Line2D([], [], color=colour[d], label=f"d={d}") for d in dims]
     handles += [pyplot.Line2D([], [], color="#555", linestyle=s, label=n) for n, s in DASHES.items()]
-    axes[0, 1].legend(handles=handles, frameon=False, fontsize=8)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncol": len(handles), "columnspacing": 1.0}
+    axes[0, 1].legend(handles=handles, frameon=False, fontsize=8, handlelength=1.6, **place)
     draw_encoder(axes[1, 1], rows)
     return figure
 
