@@ -19,6 +19,7 @@ from pathlib import Path
 from ingest.errors import IngestError
 
 _LOCK = ".lock"
+GRAPH_ENTRIES = {"manifest.json", "entities.parquet", "relations.parquet", "triples", "index", "rejects.parquet", _LOCK}
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _YOUNG_SECONDS = 60
@@ -98,6 +99,10 @@ def check_place(out: Path, replace: bool) -> None:
         return
     if not (out / "manifest.json").is_file():
         raise IngestError(f"{out} exists and is not a graph; choose another --out")
+    if foreign := sorted({entry.name for entry in out.iterdir()} - GRAPH_ENTRIES):
+        raise IngestError(
+            f"{out} holds {foreign[0]}, which is no part of a graph and would be lost; choose another --out"
+        )
     if not replace:
         raise IngestError(f"{out} exists; --force replaces it, --out names another place")
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sattle_dist.config import ConfigError, UserError
+from sattle_dist.files import is_written_through
 from sattle_dist.graph import SPLITS, Graph
 from sattle_dist.labels import Labels, labels_sql, parquet, quote
 from sattle_dist.learner import Learner
@@ -96,6 +97,8 @@ def check_place(out: Path) -> None:
         raise ConfigError(f"the folder of {out} does not exist; make it first")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; name a Parquet file")
+    if is_written_through(out):
+        raise ConfigError(f"{out} is a link or no file; name a Parquet file that may be replaced")
 
 
 @contextlib.contextmanager
@@ -128,6 +131,8 @@ def read_queries(graph: Graph, file: Path, scratch: Path, *, skip_unknown: bool)
         )
         unknown = "entity_id IS NULL OR relation_id IS NULL"
         (total, skipped), *_ = connection.execute(f"SELECT count(*), count_if({unknown}) FROM found").fetchall()
+        if not total:
+            raise ConfigError(f"{file} holds no queries; give one a line: source, relation, target, one of them ?")
         if skipped and not skip_unknown:
             first = connection.execute(f"SELECT * FROM found WHERE {unknown} ORDER BY query LIMIT 1").fetchall()[0]
             raise ConfigError(describe_unknown(graph, file, first, skipped, total))
@@ -157,7 +162,7 @@ def read_sql(file: Path) -> str:
         kinds = "{'source': 'VARCHAR', 'relation': 'VARCHAR', 'target': 'VARCHAR'}"
         # No sign but the tab and the line end means anything, as in sattle-ingest.
         table = f"read_csv({name}, columns = {kinds}, delim = '\t', quote = '', escape = '', header = false, "
-        table += "auto_detect = false, null_padding = true)"
+        table += "auto_detect = false, null_padding = true, strict_mode = false)"
     fields = [
         f"nullif(nullif({name}::VARCHAR, '?'), '') AS {name}" if name in columns else f"NULL::VARCHAR AS {name}"
         for name in ("source", "relation", "target")

@@ -23,7 +23,6 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, RunConfig, UserError
 from sattle_dist.costs import (
     FLOAT,
-    SOFTMAXES,
     Workload,
     bytes_sent,
     encoder_flops,
@@ -34,7 +33,7 @@ from sattle_dist.costs import (
 from sattle_dist.data import STEPS_PER_PLAN, Batches
 from sattle_dist.graph import QueryIndex
 from sattle_dist.learner import MIB, Learner
-from sattle_dist.loss import CACHE_BYTES
+from sattle_dist.loss import CACHE_BYTES, SOFTMAXES
 from sattle_dist.runtime import joined
 
 MOST_STATE = 256 * MIB  # of the larger table: beyond the caches, and made in no time

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sattle_dist.learner import Learner
-from sattle_dist.selection import best_record
+from sattle_dist.selection import Record, best_record
 from sattle_dist.storage import (
     PARTIAL,
     CheckpointError,
@@ -69,9 +70,14 @@ def latest(run_dir: Path) -> Path:
 
 def best(run_dir: Path) -> Path | None:
     """Give the checkpoint of the best validation MRR so far, as the newest checkpoint tells."""
-    record = best_record(read_facts(latest(run_dir))["history"])
-    folder = run_dir / "checkpoints" / name_of(record["epoch"], 0) if record else None
-    return folder if folder and folder.is_dir() else None
+    record = best_saved(run_dir, read_facts(latest(run_dir))["history"])
+    return run_dir / "checkpoints" / name_of(record["epoch"], 0) if record else None
+
+
+def best_saved(run_dir: Path, history: Sequence[Record]) -> Record | None:
+    """Give the epoch of the highest validation MRR among those whose checkpoint is there."""
+    kept = [record for record in history if (run_dir / "checkpoints" / name_of(record["epoch"], 0)).is_dir()]
+    return best_record(kept)
 
 
 def find(run_dir: Path, which: str) -> Path:
@@ -86,9 +92,10 @@ def find(run_dir: Path, which: str) -> Path:
     raise CheckpointError(f"{run_dir} holds no checkpoint {which!r}; it holds {', '.join(c.name for c in known)}")
 
 
-def others(run_dir: Path) -> str:
-    """Say which checkpoints a run has, for a user to whom one of them was refused."""
-    return f"checkpoints of this run, newest first: {', '.join(c.name for c in reversed(list_checkpoints(run_dir)))}"
+def others(run_dir: Path, refused: Path) -> str:
+    """Offer the other checkpoints of a run to a user to whom one of them was refused."""
+    names = [folder.name for folder in reversed(list_checkpoints(run_dir)) if folder != refused]
+    return f"`--checkpoint NAME` opens another: {', '.join(names)}" if names else "the run has no other checkpoint"
 
 
 def local_tensors(learner: Learner, *, with_optimizer: bool) -> dict[str, Tensor]:
@@ -161,9 +168,10 @@ def reason_of(error: BaseException) -> str:
     return (str(first) or type(first).__name__).splitlines()[0]
 
 
-def tidy(run_dir: Path, keep: int, best_name: str) -> None:
+def tidy(run_dir: Path, keep: int, history: Sequence[Record]) -> None:
     """Point `latest` and `best` to their checkpoints, and remove what is neither best nor among the `keep` newest."""
-    found = list_checkpoints(run_dir)
+    found, best_of = list_checkpoints(run_dir), best_saved(run_dir, history)
+    best_name = name_of(best_of["epoch"], 0) if best_of else ""
     for name, target in (("latest", found[-1].name if found else ""), ("best", best_name)):
         point(run_dir / "checkpoints" / name, target)
     for old in found[:-keep]:

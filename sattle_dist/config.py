@@ -25,6 +25,8 @@ class UserError(ValueError):
 class StoppedError(RuntimeError):
     """Work that had to stop, said in one line for the user."""
 
+    exit_code = 1
+
 
 class ConfigError(UserError):
     """A setting that cannot be used."""
@@ -78,7 +80,7 @@ class TrainConfig:
     label_smoothing: float = setting(0.0, "Label smoothing (the paper: 0.1 with bce).", least=0, below=1)
     weight_power: float = setting(
         1.0,
-        "bce, softmax: a query of k targets weighs k to this power; 1: triples weigh the same (the paper), 0: queries.",
+        "A query of k targets weighs k to this power; 1: triples weigh the same (the paper), 0: queries, as in kvsall.",
         least=0,
         most=1,
     )

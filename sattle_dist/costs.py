@@ -20,7 +20,7 @@ from sattle_dist.data import STEPS_PER_PLAN, part_size
 from sattle_dist.decoder import make_decoder
 from sattle_dist.evaluator import MAX_QUERIES_PER_BLOCK
 from sattle_dist.learner import MIB, score_budget
-from sattle_dist.loss import CACHE_BYTES
+from sattle_dist.loss import CACHE_BYTES, SOFTMAXES
 from sattle_dist.model import count_parameters
 from sattle_dist.sharding import Sharding
 
@@ -32,8 +32,6 @@ WORKSPACE = 24 * MIB  # what the matrix-product and thread libraries take for th
 FRAGMENTATION = 0.7  # of the activations: freed pieces that the C library keeps, see runtime.keep_freed_memory
 LARGE_PIECE = 32 * MIB  # it keeps none beyond this size
 CUDA_CONTEXT = 600 * MIB  # an assumption: the driver's and cuBLAS's own memory on a GPU
-
-SOFTMAXES = ("softmax", "filtered")  # losses that normalise over all scores before any gradient
 
 
 @dataclass(frozen=True, kw_only=True)

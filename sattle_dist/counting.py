@@ -132,6 +132,8 @@ class Counter:
 
     def _by_chunk(self, place: Int64s, entity: Int64s, *more: Int64s) -> Iterator[list[Tensor]]:
         """Cut the entities of this shard by chunk; give their places, their rows in the chunk, and what goes along."""
+        if not self._starts:  # an empty shard
+            return
         inside = (self.shard.start <= entity) & (entity < self.shard.stop)
         chunk, row = np.divmod(entity[inside] - self.shard.start, self.sizes.num_rows)
         columns = [cut(column, chunk, len(self._starts)) for column in (place[inside], row, *(m[inside] for m in more))]

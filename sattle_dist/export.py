@@ -35,7 +35,8 @@ from sattle_dist import __version__
 from sattle_dist import checkpoint as checkpoints
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
 from sattle_dist.graph import Graph, GraphError
-from sattle_dist.storage import check_file
+from sattle_dist.run import open_graph
+from sattle_dist.storage import read_checked
 from sattle_dist.stored import StoredTensors
 
 Floats = npt.NDArray[np.float32]
@@ -73,6 +74,7 @@ def export(
     format: str,
     *,
     force: bool = False,
+    which: str = "best",
     on_rows: OnRows = lambda num_rows, total: None,
 ) -> Trained:
     """Write the vectors, relations and weights of a run into the folder `out`."""
@@ -80,16 +82,18 @@ def export(
         raise ConfigError(f"{out} is there already; choose another --out, or replace it with --force")
     if out.exists() and not (out / "model.safetensors").is_file():
         raise ConfigError(f"{out} was not written by `sattle export` and would be lost; choose another --out")
-    trained = find_trained(run_dir)
-    partial = out.absolute().with_name(f".{out.name}.partial")
+    trained = find_trained(run_dir, which)
+    partial, old = (out.absolute().with_name(f".{out.name}.{state}") for state in ("partial", "old"))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
         FORMATS[format](trained, partial, on_rows)
         write_model(trained, partial)
         if out.exists():
-            shutil.rmtree(out)
+            out.rename(old)
         partial.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
     finally:
@@ -97,18 +101,17 @@ def export(
     return trained
 
 
-def find_trained(run_dir: Path) -> Trained:
-    """Find the best checkpoint of a run, every byte of it checked, and the graph with its labels."""
-    checkpoint = checkpoints.find(run_dir, "best")
-    facts = checkpoints.read_facts(checkpoint)
-    for name, written in facts["files"].items():
-        check_file(checkpoint, name, written)
+def find_trained(run_dir: Path, which: str) -> Trained:
+    """Find a checkpoint of a run (`best` or another), every byte of it checked, and the graph with its labels."""
+    checkpoint = checkpoints.find(run_dir, which)
+    try:
+        facts = read_checked(checkpoint)
+    except checkpoints.DamagedCheckpoint as error:
+        raise checkpoints.DamagedCheckpoint(f"{error}; {checkpoints.others(run_dir, checkpoint)}") from None
     tensors = StoredTensors(checkpoint)
     # What was trained is what the checkpoint says; config.toml may have been edited since.
     config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(checkpoint))
-    graph = Graph.open(Path(config.run.graph))
-    if facts["graph_checksum"] != graph.checksum or tensors.shape(ROWS) != (graph.num_entities, config.model.dim):
-        raise GraphError(f"{graph.path} has changed since {run_dir} was trained on it")
+    graph = open_graph(run_dir, config, facts)
     return Trained(tensors=tensors, graph=graph, config=config, epoch=facts["epoch"])
 
 

@@ -116,19 +116,13 @@ class Graph:
         # A zero-length file cannot be mapped; numpy then gives a plain empty array, which serves as well.
         return QueryIndex(queries=queries, offsets=offsets, targets=targets, num_relations_both=2 * self.num_relations)
 
-    def entity_labels(self) -> list[str]:
-        """Read all entity labels, in the order of their ids."""
-        return self._labels("entities")
-
     def relation_labels(self) -> list[str]:
         """Read all relation labels, in the order of their ids."""
-        return self._labels("relations")
-
-    def _labels(self, table: str) -> list[str]:
+        file = self.path / "relations.parquet"
         try:
-            labels: list[str] = pq.read_table(self.path / f"{table}.parquet", columns=["label"])["label"].to_pylist()
+            labels: list[str] = pq.read_table(file, columns=["label"])["label"].to_pylist()
         except (OSError, ValueError, KeyError) as error:
-            raise GraphError(f"{self.path}/{table}.parquet cannot be read ({error})") from None
+            raise GraphError(f"{file} cannot be read ({error})") from None
         return labels
 
 

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sattle_dist.runtime import (
+    EXIT_DIVERGED,
     EXIT_LOST_PEER,
     LAUNCHER_PID,
     WHEREABOUTS,
@@ -79,7 +80,7 @@ def run_workers(
                 say(f"\nstopped by {shepherd.stopped_by.name}; all processes have ended{hint}")
                 return 128 + shepherd.stopped_by
             code, message = explain(failures, whereabouts)
-            if code not in (EXIT_FAILED, EXIT_LOST_PEER) or attempt == restarts.most:
+            if code != EXIT_FAILED or attempt == restarts.most:
                 if message:
                     say(f"error: {message}{hint}")
                 return code
@@ -182,7 +183,7 @@ def explain(failures: Mapping[int, ProcessFailure], whereabouts: Whereabouts) ->
         return 0 if failure.exitcode == EXIT_USAGE else 1
 
     rank, cause = min(failures.items(), key=lambda item: order(item[1]))
-    if cause.exitcode == EXIT_USAGE or cause.exitcode - 128 in STOP_SIGNALS:
+    if cause.exitcode in (EXIT_USAGE, EXIT_DIVERGED) or cause.exitcode - 128 in STOP_SIGNALS:
         return cause.exitcode, ""  # it has said so itself
     if stuck := [(rank, failure) for rank, failure in failures.items() if hung(failure)]:
         rank, cause = stuck[0]

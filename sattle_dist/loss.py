@@ -39,6 +39,7 @@ TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targe
 NO_RIVAL = 1e30  # a margin that no two scores have
 CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the products that write and read them
 LOG2_E = math.log2(math.e)
+SOFTMAXES = ("softmax", "filtered")  # losses that normalise over all scores; a query's are free up to a constant
 
 
 @dataclass(frozen=True, kw_only=True)

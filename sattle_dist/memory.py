@@ -33,9 +33,12 @@ def memory_peaks(work: Workload) -> dict[str, int]:
     parts = costs.memory_parts(work)
     training = sum(parts.values())
     between = training - parts["activations of the encoder"] - parts["query vectors"]
-    peaks = {"training": training, "evaluating": between + costs.evaluation_bytes(work)}
+    evaluating = between + costs.evaluation_bytes(work)
+    if work.cuda:
+        return {"training": training, "evaluating": evaluating}
     # A checkpoint's copy is in the memory of the host, and stays there for the next.
-    return peaks if work.cuda else {**peaks, "saving": training + costs.saving_bytes(work)}
+    copy = costs.saving_bytes(work)
+    return {"training": training, "evaluating": evaluating + copy, "saving": training + copy}
 
 
 def fits(work: Workload, devices: Devices) -> bool:

@@ -2,7 +2,8 @@
 
 A *share* is exp(score) / sum of exp(score) over all entities: the part of the softmax that falls to the candidate. It
 is what the softmax loss fits, not a calibrated probability: the shares of a query sum to 1 over all entities, so
-several true targets divide it among them. Of the losses bce and kvsall the sigmoid of the score is what was fitted.
+several true targets divide it among them. The loss filtered fits the share that a target would have without the other
+targets; bce and kvsall fit the sigmoid of the score.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sattle_dist.config import ConfigError
 from sattle_dist.graph import SPLITS, Graph, Int64s, QueryIndex
 from sattle_dist.labels import Labels
 from sattle_dist.learner import Learner
+from sattle_dist.loss import SOFTMAXES
 from sattle_dist.topk import Best, best_candidates, blocks
 
 NEW = -1  # in place of a split: no split holds the triple
@@ -109,13 +111,14 @@ def propose(
 ) -> list[Prediction]:
     """Give the best triples of a relation that no split holds, best first. Every rank must call it.
 
-    Asked are the sources that the relation has in train (`seen`), or all entities (`all`). The softmax loss leaves the
-    scores of a query free up to a constant, so triples of different sources are compared by share; for the other
-    losses by score. No more than twice `top` triples, and the answers of one block, are held at a time.
+    Asked are the sources that the relation has in train (`seen`), or all entities (`all`). The losses
+    softmax and filtered leave the scores of a query free up to a constant, so triples of different sources are compared
+    by share; for the other losses by score. No more than twice `top` triples, and the answers of one block, are held at
+    a time.
     """
     relation_id = labels.find(relation, "relations")
     asked = seen_sources(graph, relation_id) if sources == "seen" else np.arange(graph.num_entities)
-    by_share = learner.config.train.loss == "softmax"
+    by_share = learner.config.train.loss in SOFTMAXES
     kept = np.empty(0, _TRIPLE)
     for block in blocks(len(asked), top):
         source = asked[block]

@@ -6,11 +6,8 @@ the source of (?, relation, target), direction "source": the inverse query of th
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import platform
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sattle_dist import __version__
-from sattle_dist.config import Config, UserError
+from sattle_dist.config import Config
 from sattle_dist.evaluator import Positions, evaluate
+from sattle_dist.files import replacing
 from sattle_dist.graph import SPLITS, Graph, Int64s
 from sattle_dist.learner import Learner
 from sattle_dist.metrics import Floats, Metrics, bootstrap, metrics_of, pieces, sum_by_group
@@ -151,29 +149,6 @@ def write_positions(path: Path, positions: Positions, graph: Graph) -> None:
                 *(some.position, some.candidates),
             ]
             writer.write_table(pa.table(columns, schema=_POSITIONS))
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a place beside a file to write it to; it takes the file's name when it is whole."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        yield draft
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def require_writable(path: Path, option: str) -> None:
-    """Raise UserError, before any work is done, where a result could not be written to this file."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a directory")
-        probe = path.with_name(f".{path.name}.{os.getpid()}.probe")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{option} {path} cannot be written ({error.strerror or error}); choose another file") from None
 
 
 def report_test(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from sattle_dist import checkpoint
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
+from sattle_dist.files import replacing
 from sattle_dist.graph import Graph, GraphError
 from sattle_dist.learner import Learner
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
@@ -35,29 +35,32 @@ def default_run_dir(graph: Graph) -> Path:
     return Path("runs") / f"{graph.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> None:
-    """Make the run directory, or check that the run in it is this one, to be resumed."""
+def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
+    """Make the run directory, or check that the run in it is this one, to be resumed; give its lock."""
     file = run_dir / "config.toml"
     try:
+        checkpoints = checkpoint.list_checkpoints(run_dir)
+        if config.run.resume != "auto" and not checkpoints:
+            raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
+        if (run_dir / "manifest.json").exists():
+            raise ConfigError(f"{run_dir} is a graph; choose another --out for the run")
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = lock_run_dir(run_dir)
         if file.exists() and not file.read_text(encoding="utf-8").startswith(HEAD):
             raise ConfigError(f"{file} was not written by a run and would be overwritten; choose another --out")
-        checkpoints = checkpoint.list_checkpoints(run_dir)
         if facts := newest_readable(checkpoints):
             check_resumable(run_dir, facts, config, graph)
         elif not checkpoints:
-            if config.run.resume != "auto":
-                raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
             (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         # How many processes there are is the launcher's to say, each time; so is what to continue from.
         settings = config.override({"nproc": 0, "resume": "auto"}, "run directory")
-        draft = file.with_name("config.toml.draft")
-        draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
-        os.replace(draft, file)
+        with replacing(file) as draft:
+            draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
         for result in ("test.json", "test_positions.parquet"):
             (run_dir / result).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
+    return lock
 
 
 def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
@@ -126,26 +129,52 @@ def differences(old: Mapping[str, Mapping[str, Any]], new: Config) -> list[str]:
     return found
 
 
+def open_graph(run_dir: Path, config: Config, facts: dict[str, Any]) -> Graph:
+    """Open the graph that a run was trained on; raise GraphError where another one is in its place."""
+    try:
+        graph = Graph.open(Path(config.run.graph))
+    except GraphError as error:
+        raise GraphError(f"{run_dir} needs the graph that it was trained on: {error}") from None
+    if facts["graph_checksum"] != graph.checksum:
+        raise GraphError(
+            f"{graph.path} has changed since {run_dir} was trained on it ({graph_differences(facts, graph)})"
+        )
+    return graph
+
+
+def choose_checkpoint(run_dir: Path, which: str, group: Group) -> Path:
+    """Find the checkpoint of a run that `open_run` calls `which`. Every rank must call it.
+
+    Rank 0 looks: where the run still trains, or files show late, others might find another.
+    """
+    name = problem = ""
+    if group.rank == 0:
+        try:
+            name = checkpoint.find(run_dir, which).name
+        except CheckpointError as error:
+            problem = str(error)
+    name, problem = group.share((name, problem))
+    if problem:
+        raise CheckpointError(problem)
+    return run_dir / "checkpoints" / str(name)
+
+
 def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "best") -> tuple[Learner, Graph, Config]:
     """Open a trained run, to evaluate or predict. Every rank must call it.
 
     `which` is `best` (by validation MRR; the newest checkpoint where nothing was evaluated), `latest`, or a name.
     """
+    folder = choose_checkpoint(run_dir, which, group)
     try:
-        folder = checkpoint.find(run_dir, which)
         facts = checkpoint.verify(folder, group)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{error}; {checkpoint.others(run_dir)}") from None
+        raise DamagedCheckpoint(f"{error}; {checkpoint.others(run_dir, folder)}") from None
     try:
         # What was trained is what the checkpoint says; config.toml may have been edited since.
         config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(folder))
     except ConfigError as error:
         raise CheckpointError(f"{folder} was written by another release: {error}") from None
-    graph = Graph.open(Path(config.run.graph))
-    if facts["graph_checksum"] != graph.checksum:
-        raise GraphError(
-            f"{graph.path} has changed since {run_dir} was trained on it ({graph_differences(facts, graph)})"
-        )
+    graph = open_graph(run_dir, config, facts)
     learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
     checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
     return learner, graph, config

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, RunConfig
 
 EXIT_INTERRUPTED = 130
+EXIT_DIVERGED = 4  # a gradient was not finite: it would be again
 EXIT_LOST_PEER = 3  # of a worker whose peer is gone: never the cause, which its launcher tells
 LAUNCHER_PID = "SATTLE_LAUNCHER_PID"
 WHEREABOUTS = "SATTLE_WHEREABOUTS"
@@ -136,11 +137,13 @@ def end_process(code: int) -> NoReturn:
 
 def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -> None:
     """Raise ConfigError, on every rank, where ranks were started with different settings or graphs."""
-    mine = {"version": f"{__version__}, torch {torch.__version__}", "graph checksum": graph_checksum}
+    mine: dict[str, Any] = {"version": f"{__version__}, torch {torch.__version__}", "graph checksum": graph_checksum}
     for section in ("model", "train", "eval"):
         mine |= dataclasses.asdict(getattr(config, section))
     # Of the settings that change no number, those that change which exchanges are made.
-    mine |= {name: getattr(config.run, name) for name in ("precision", "save_every", "saving", "score_memory")}
+    names = ("precision", "save_every", "saving", "score_memory", "resume")
+    mine |= {name: getattr(config.run, name) for name in names}
+    mine["grow_from"] = bool(config.run.grow_from)  # the path itself may differ between machines
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

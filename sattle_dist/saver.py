@@ -6,6 +6,7 @@ exchanges of a step; a checkpoint appears under its name when all ranks have wri
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +41,7 @@ class Saver:
         self._last_times: dict[str, float] = {}
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout))
 
-    def start(self, facts: dict[str, Any], best_name: str) -> str:
+    def start(self, facts: dict[str, Any]) -> str:
         """Begin to write the state, with facts beside it; give what went wrong with the save before, or with this one
         where training waits for it.
         """
@@ -52,7 +53,7 @@ class Saver:
         state = checkpoint.as_state(tensors, self.learner.sharding.num_entities, self.learner.group.world_size)
         name = checkpoint.name_of(facts["epoch"], facts["step"])
         writer = CheckedWriter(self.run_dir / "checkpoints" / name, facts)
-        self._running = self._thread.submit(self._write, state, writer, best_name, began)
+        self._running = self._thread.submit(self._write, state, writer, began)
         self._told = False
         self.stalled += time.monotonic() - began
         return problem if self.background or not self.wait() else self.problem()
@@ -87,15 +88,13 @@ class Saver:
             self._copies[name].copy_(tensor)
         return dict(self._copies)
 
-    def _write(self, state: dict[str, Tensor], writer: CheckedWriter, best_name: str, began: float) -> str:
+    def _write(self, state: dict[str, Tensor], writer: CheckedWriter, began: float) -> str:
         """Write a checkpoint and remove old ones; give what went wrong with the files.
 
         A lost process is no such thing: that error stays in the future, for the thread that trains.
         """
         try:
             save_distributed(state, storage_writer=writer, process_group=self._group)
-            if self.learner.group.rank == 0:
-                checkpoint.tidy(self.run_dir, self.keep, best_name)
         except (CheckpointException, OSError) as error:
             if self.learner.group.rank == 0:
                 shutil.rmtree(writer.partial, ignore_errors=True)
@@ -103,4 +102,7 @@ class Saver:
         finally:
             self.seconds += time.monotonic() - began
         self.num_saved += 1
+        if self.learner.group.rank == 0:
+            with contextlib.suppress(OSError):  # what is left over is removed the next time
+                checkpoint.tidy(self.run_dir, self.keep, writer.facts["history"])
         return ""

@@ -21,11 +21,7 @@ class Interrupted(StoppedError):
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
-        self.number = number
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
+        self.exit_code = 128 + number
 
 
 class StopRequest:

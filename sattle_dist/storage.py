@@ -181,16 +181,22 @@ def verify(checkpoint: Path, group: Group) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     problem: CheckpointError | None = None
     try:
-        facts = read_facts(checkpoint)
-        names = sorted(facts["files"])
-        if foreign := {file.name for file in checkpoint.glob("*.safetensors")} - set(names):
-            raise DamagedCheckpoint(f"{checkpoint} is damaged: {min(foreign)} does not belong to it")
-        for name in names[group.rank :: group.world_size]:
-            check_file(checkpoint, name, facts["files"][name])
+        facts = read_checked(checkpoint, group.rank, group.world_size)
     except CheckpointError as error:
         problem = error
     if problems := [found for found in group.gather_objects(problem) if found]:
         raise problems[0]
+    return facts
+
+
+def read_checked(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Give the facts of a checkpoint, once every byte of this rank's share of its files has been checked."""
+    facts = read_facts(checkpoint)
+    names = sorted(facts["files"])
+    if foreign := {file.name for file in checkpoint.glob("*.safetensors")} - set(names):
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {min(foreign)} does not belong to it")
+    for name in names[rank::world_size]:
+        check_file(checkpoint, name, facts["files"][name])
     return facts
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sattle_dist.data import route
-from sattle_dist.evaluator import own_part
+from sattle_dist.evaluator import encode_block, own_part
 from sattle_dist.graph import Int64s, QueryIndex
 from sattle_dist.learner import Learner
 
@@ -58,16 +58,6 @@ def fetch_rows(learner: Learner, entity_id: Int64s) -> Tensor:
 
 
 @torch.no_grad()
-def encode(learner: Learner, source: Int64s, relation: Int64s) -> Tensor:
-    """Turn queries into their vectors [G, D] on every rank. Every rank must call it with the same queries."""
-    group = learner.group
-    queries = own_part(source, relation, group.rank, group.world_size)
-    (batch,) = route([queries], learner.sharding, group, learner.device)
-    query = learner.encode(learner.table.lookup(batch.lookup), batch.relation)
-    return group.all_gather(query, "queries")[: len(source)]
-
-
-@torch.no_grad()
 def best_candidates(
     learner: Learner, source: Int64s, relation: Int64s, top: int, strike: Sequence[QueryIndex] = ()
 ) -> Best:
@@ -76,7 +66,7 @@ def best_candidates(
     Known targets in the splits of `strike` are left out; they still count in the sum of the shares.
     """
     top = min(top, learner.sharding.num_entities)
-    query = encode(learner, source, relation)
+    query = encode_block(learner, source, relation)[: len(source)]  # without padding
     struck = struck_rows(learner, source, relation, strike)
     value, entity_id, log_total = best_in_shard(learner, query, top, struck)
     group = learner.group

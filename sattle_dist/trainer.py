@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -22,11 +21,13 @@ from sattle_dist.config import Config, StoppedError
 from sattle_dist.data import Batches
 from sattle_dist.evaluator import evaluate
 from sattle_dist.events import log_epoch
+from sattle_dist.files import replacing
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.metrics import metrics
 from sattle_dist.progress import Progress
 from sattle_dist.results import Result, report_test
+from sattle_dist.runtime import EXIT_DIVERGED
 from sattle_dist.saver import Saver
 from sattle_dist.schedule import learning_rate
 from sattle_dist.selection import best_record, is_exhausted
@@ -40,6 +41,12 @@ EVALUATING = -1  # in place of a step, for `on_step`
 
 class TrainingError(StoppedError):
     """A run that had to stop, said in one line for the user."""
+
+
+class Diverged(TrainingError):
+    """A run whose numbers have left what can be trained on; starting it again would not help."""
+
+    exit_code = EXIT_DIVERGED
 
 
 @dataclass
@@ -172,7 +179,8 @@ class Trainer:
         everyone = self.group.all_gather(mine[None], "loss")  # [ranks, 4]
         first = everyone[:, 1].min().item()
         if not math.isinf(first):
-            raise TrainingError(
+            self.saver.wait()  # for a good state that is still being written
+            raise Diverged(
                 f"a gradient was not finite at epoch {self.epoch + 1}, step {int(first) + 1}; "
                 f"{self._last_checkpoint()}. Try a lower --learning-rate than {self.config.train.learning_rate}"
             )
@@ -194,7 +202,6 @@ class Trainer:
             raise Interrupted(stop, f"stopped by {name}, saved as {where}")
 
     def _save(self) -> None:
-        best = best_record(self.history)
         facts = {
             "epoch": self.epoch,
             "step": self.step,
@@ -205,7 +212,7 @@ class Trainer:
             "num_processes": self.group.world_size,
             "history": list(self.history),
         }
-        self._warn(self.saver.start(facts, checkpoint.name_of(best["epoch"], 0) if best else ""))
+        self._warn(self.saver.start(facts))
         self.saved, self.saved_at = (self.epoch, self.step), time.monotonic()
 
     def _resume(self, folder: Path, facts: dict[str, Any]) -> None:
@@ -219,11 +226,11 @@ class Trainer:
 
     def _take_best(self) -> tuple[str, int]:
         """Go back to the weights of the best epoch by validation MRR, for the test; give their checkpoint and epoch."""
-        best = best_record(self.history)
-        name = checkpoint.name_of(best["epoch"], 0) if best else ""
-        folder = self.run_dir / "checkpoints" / name
-        if self.group.share(bool(name) and folder.is_dir()) and best and best["epoch"] != self.epoch:
-            checkpoint.load(self.learner, folder, with_optimizer=False)
+        # Rank 0 looks: the best epoch's checkpoint may not have been written.
+        best = self.group.share(checkpoint.best_saved(self.run_dir, self.history))
+        if best and (best["epoch"], 0) != (self.epoch, self.step):
+            name = checkpoint.name_of(best["epoch"], 0)
+            checkpoint.load(self.learner, self.run_dir / "checkpoints" / name, with_optimizer=False)
             self.progress.line(f"test is evaluated with the best epoch, {best['epoch']}")
             return name, int(best["epoch"])
         return checkpoint.name_of(self.epoch, self.step), self.epoch
@@ -253,10 +260,10 @@ class Trainer:
         self.history.append(record)
         try:
             self._write_metrics()
+            if self.group.rank == 0 and self.config.run.tensorboard == "on":
+                log_epoch(record, self.run_dir)
         except OSError as error:  # the history is in every checkpoint too
-            self._warn(f"metrics.jsonl could not be written: {error}")
-        if self.group.rank == 0 and self.config.run.tensorboard == "on":
-            log_epoch(record, self.run_dir)
+            self._warn(f"the metrics of epoch {record['epoch']} could not be written: {error}")
         valid = record.get("valid")
         valid_text = f"  valid MRR {valid['mrr']:.4f}" if valid else ""
         self.progress.line(
@@ -270,6 +277,5 @@ class Trainer:
     def _write(self, path: Path, text: str) -> None:
         """Replace a file of the run directory, all of it or nothing."""
         if self.group.rank == 0:
-            draft = path.with_name(path.name + ".draft")
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, path)
+            with replacing(path) as draft:
+                draft.write_text(text, encoding="utf-8")

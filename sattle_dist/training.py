@@ -19,7 +19,7 @@ from sattle_dist.jobs import Steps, number_of_processes, work_as_one
 from sattle_dist.launch import Restarts, run_workers
 from sattle_dist.memory import require_fits
 from sattle_dist.results import Result
-from sattle_dist.run import default_run_dir, lock_run_dir, prepare_run_dir
+from sattle_dist.run import default_run_dir, prepare_run_dir
 from sattle_dist.runtime import Place, Whereabouts, choose_device, ending_on_signals, require_same_everywhere
 from sattle_dist.sharding import Sharding
 from sattle_dist.stopping import STOP_SIGNALS, Interrupted, StopRequest
@@ -49,7 +49,7 @@ def start(config: Config) -> int:
             return work(config, graph)
         run_dir = Path(config.run.out or default_run_dir(graph)).absolute()
         config = config.override({"out": str(run_dir)}, "command line")
-        prepare_run_dir(run_dir, config, graph)
+        prepare_run_dir(run_dir, config, graph)  # whose lock is for the workers to take
         # The workers read the very config that was checked and written here.
         arguments = ["train", "--config", str(run_dir / "config.toml")]
 
@@ -122,8 +122,7 @@ def agree_on_run_dir(config: Config, graph: Graph, group: Group) -> tuple[Config
     if group.rank == 0:
         run_dir = str(Path(config.run.out or default_run_dir(graph)).absolute())
         try:
-            prepare_run_dir(Path(run_dir), config.override({"out": run_dir}, "command line"), graph)
-            lock = lock_run_dir(Path(run_dir))
+            lock = prepare_run_dir(Path(run_dir), config.override({"out": run_dir}, "command line"), graph)
         except UserError as error:
             problem = str(error)
     run_dir, problem = group.share((run_dir, problem))
@@ -159,6 +158,9 @@ def describe(trainer: Trainer) -> None:
 
 def summarise(test: Result, config: Config) -> None:
     """Print the table of test metrics."""
+    if not test["metrics"].get("count"):
+        click.echo(f"\nthe graph has no test triples to evaluate\n\nrun directory: {config.run.out}")
+        return
     click.echo(f"\ntest, filtered, both directions, ties {config.eval.ties}")
     for name, value in test["metrics"].items():
         label = name.upper() if name in ("mrr", "amri") else name.replace("mean_position", "mean pos").capitalize()

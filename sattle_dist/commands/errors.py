@@ -14,7 +14,6 @@ import click
 from ingest.errors import IngestError
 from sattle_dist.config import StoppedError, UserError
 
-EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 OTHERS_WAIT = 3.0  # seconds
@@ -35,7 +34,7 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         except (UserError, IngestError) as error:
             fail(str(error), EXIT_USAGE)
         except StoppedError as error:
-            fail(str(error), EXIT_FAILED)
+            fail(str(error), error.exit_code)
         except KeyboardInterrupt:
             fail("interrupted", EXIT_INTERRUPTED)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sattle_dist.commands.errors import one_line_errors
-from sattle_dist.commands.options import given_arguments, job_options, setting_option
+from sattle_dist.commands.options import checkpoint_option, given_arguments, job_options, setting_option
 from sattle_dist.config import UserError
 
 if TYPE_CHECKING:
@@ -37,8 +38,14 @@ LABEL_WIDTH = 34
     type=click.IntRange(min=2, max=1_000_000),
     help="Give 95% confidence intervals from so many resamples of the triples.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all metrics and the protocol here.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Write all metrics and the protocol here (-: show them instead of the table).",
+)
 @click.option("--positions", type=click.Path(path_type=Path), help="Write every query's position here, as Parquet.")
+@checkpoint_option
 @setting_option("score_memory", with_default=True)
 @job_options
 @one_line_errors
@@ -61,15 +68,15 @@ def evaluate(
       sattle eval runs/demo --nproc 4 --positions p.parquet      four processes; p.parquet has each position, by name
       torchrun --nproc-per-node 4 launchers/eval.py runs/demo    the same through torchrun, also over many machines
     """
+    from sattle_dist.files import require_writable
     from sattle_dist.jobs import run_job
-    from sattle_dist.results import require_writable
     from sattle_dist.runtime import Place, end_process
 
     if Place.from_environment().rank == 0:  # before any work is done, and on the machine where they will be written
         for option, path in (("--json", json_file), ("--positions", positions)):
-            if path:
+            if path and str(path) != "-":
                 require_writable(path, option)
-    require_triples(run, split, nproc)
+    require_triples(run, rules["which"], split, nproc)
 
     def work(group: Group, device: torch.device) -> None:
         evaluate_run(run, split, json_file, positions, group, device, **rules)
@@ -77,15 +84,15 @@ def evaluate(
     end_process(run_job(given_arguments(), nproc, device, work, threads=threads, timeout=timeout))
 
 
-def require_triples(run: Path, split: str, nproc: int) -> None:
+def require_triples(run: Path, which: str, split: str, nproc: int) -> None:
     """Raise UserError where there is no such run, nothing in the split, or fewer entities than processes."""
     from sattle_dist import checkpoint
     from sattle_dist.config import Config, load_toml
-    from sattle_dist.graph import Graph
+    from sattle_dist.run import open_graph
     from sattle_dist.sharding import Sharding
 
-    checkpoint.latest(run)
-    graph = Graph.open(Path(load_toml(run / "config.toml", Config()).run.graph))
+    facts = checkpoint.read_facts(checkpoint.find(run, which))
+    graph = open_graph(run, load_toml(run / "config.toml", Config()), facts)
     Sharding(graph.num_entities, max(1, nproc))
     if graph.num_triples[split] == 0:
         others = [name for name in SPLITS if graph.num_triples[name]]
@@ -100,6 +107,7 @@ def evaluate_run(
     group: Group,
     device: torch.device,
     *,
+    which: str,
     ties: str | None,
     seed: int | None,
     raw: bool,
@@ -112,9 +120,11 @@ def evaluate_run(
     from sattle_dist.learner import score_budget
     from sattle_dist.progress import Progress
     from sattle_dist.results import make_protocol, make_result, write_json, write_positions
-    from sattle_dist.run import open_run
+    from sattle_dist.run import choose_checkpoint, open_run
 
-    learner, graph, config = open_run(run, group, device)
+    opened = choose_checkpoint(run, which, group)
+    learner, graph, config = open_run(run, group, device, which=opened.name)
+    epoch = checkpoint.read_facts(opened)["epoch"]
     if score_memory:
         learner.loss.budget = score_budget(score_memory, device)
     ties, seed = ties or config.eval.ties, config.train.seed if seed is None else seed
@@ -130,7 +140,6 @@ def evaluate_run(
     )
     if group.rank > 0:
         return
-    opened = checkpoint.find(run, "best")
     protocol = make_protocol(
         graph,
         split=split,
@@ -138,14 +147,14 @@ def evaluate_run(
         seed=seed,
         filtered=not raw,
         checkpoint=opened.name,
-        epoch=checkpoint.read_facts(opened)["epoch"],
+        epoch=epoch,
     )
     result = make_result(positions, graph, protocol, num_resamples=bootstrap or 0)
-    if json_file:
+    if json_file and str(json_file) != "-":
         write_json(json_file, result)
     if positions_file:
         write_positions(positions_file, positions, graph)
-    progress.line(table(result))
+    progress.line(json.dumps(result, indent=2, ensure_ascii=False) if str(json_file) == "-" else table(result))
 
 
 def table(result: dict[str, Any]) -> str:

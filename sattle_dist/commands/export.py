@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from sattle_dist.commands.errors import one_line_errors
+from sattle_dist.commands.options import checkpoint_option
 
 FORMATS = ("parquet", "safetensors", "npy", "tsv")
 
@@ -16,8 +17,9 @@ FORMATS = ("parquet", "safetensors", "npy", "tsv")
 @click.option("--format", "format", type=click.Choice(FORMATS), default="parquet", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: RUN/export-FORMAT]")
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
+@checkpoint_option
 @one_line_errors
-def export(run: Path, format: str, out: Path | None, force: bool) -> None:
+def export(run: Path, format: str, out: Path | None, force: bool, which: str) -> None:
     """Write the trained vectors with their labels, and the weights, for other tools.
 
     \b
@@ -40,7 +42,7 @@ def export(run: Path, format: str, out: Path | None, force: bool) -> None:
             bar.append(Progress(total_queries=total, done_queries=0, shown=True, unit="entities"))
         bar[0].advance(num_rows, "export", None)
 
-    trained = export_run(run, folder, format, force=force, on_rows=advance)
+    trained = export_run(run, folder, format, force=force, which=which, on_rows=advance)
     bar[0].clear()
     click.echo(
         f"{trained.graph.num_entities:,} entities and {trained.graph.num_relations:,} relations, "

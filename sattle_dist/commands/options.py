@@ -33,6 +33,12 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def checkpoint_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option that chooses a checkpoint of a run, given as `which`."""
+    text = "Checkpoint to open: best, latest, or its name."
+    return click.option("--checkpoint", "which", default="best", show_default=True, help=text)(command)
+
+
 def given_arguments() -> list[str]:
     """Spell out the running command for its workers, without --nproc, which their launcher tells them."""
     context = click.get_current_context()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sattle_dist.commands.errors import one_line_errors
-from sattle_dist.commands.options import given_arguments, job_options
+from sattle_dist.commands.options import checkpoint_option, given_arguments, job_options
 from sattle_dist.config import ConfigError
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ FILE = click.Path(path_type=Path)
 @click.option("--skip-unknown", is_flag=True, help="--input: leave out queries whose labels the graph lacks.")
 @click.option("--top", default=10, show_default=True, type=click.IntRange(1, 1 << 20), help="How many answers.")
 @click.option("--new-only", is_flag=True, help="Leave out facts that the graph holds, in any split.")
+@checkpoint_option
 @job_options
 @one_line_errors
-def predict(run: Path, nproc: int, device: str, threads: int, timeout: float, **asked: Any) -> None:
+def predict(run: Path, which: str, nproc: int, device: str, threads: int, timeout: float, **asked: Any) -> None:
     """Ask which entities complete a triple, and show them by name, best first.
 
     \b
@@ -58,7 +59,7 @@ def predict(run: Path, nproc: int, device: str, threads: int, timeout: float, **
     check_request(asked)
 
     def work(group: Group, device: Any) -> None:
-        learner, graph, _ = open_run(run, group, device)
+        learner, graph, _ = open_run(run, group, device, which)
         ask = ask_file if asked["queries"] else ask_relation if asked["whole"] else ask_one
         ask(learner, graph, asked)
 
@@ -85,7 +86,9 @@ def check_request(asked: dict[str, Any]) -> None:
     else:
         refuse_others("a single query", "sources", "out", "skip_unknown")
         if (asked["source"] is None) == (asked["target"] is None):
-            raise ConfigError("give --source or --target, and not both: the other one is what is asked for")
+            raise ConfigError(
+                "give --source or --target, and not both: the other one is what is asked for (or --all: new triples)"
+            )
 
 
 def ask_one(learner: Learner, graph: Graph, asked: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, t
     config and protocol. The page needs no network and no scripts. It can be made while the run still trains.
     """
     from sattle_dist.config import ConfigError
+    from sattle_dist.files import replacing
     from sattle_dist.findings import read_findings
     from sattle_dist.jobs import run_job
     from sattle_dist.report import render, sample_predictions
@@ -43,10 +43,9 @@ def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, t
     file = out or run / "report.html"
 
     def write(found: list[Any]) -> None:
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            partial.write_text(render(read_findings(run), found), encoding="utf-8")
-            os.replace(partial, file)
+            with replacing(file) as draft:
+                draft.write_text(render(read_findings(run), found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{file} cannot be written: {error}") from None
         click.echo(f"{file}")

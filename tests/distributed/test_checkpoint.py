@@ -116,8 +116,8 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(path: Path, tmp_path: 
 
 
 def test_an_empty_shard_is_saved_and_loaded(tmp_path: Path) -> None:
-    """5 entities over 4 processes: the last has no rows."""
-    splits = {"train": [(0, 0, 1), (1, 0, 2), (3, 0, 4), (4, 0, 0)]}
+    """5 entities over 4 processes: the last has no rows, and evaluates with the others."""
+    splits = {"train": [(0, 0, 1), (1, 0, 2), (3, 0, 4), (4, 0, 0)], "valid": [(2, 0, 3)], "test": [(1, 0, 4)]}
     path = write_graph(tmp_path / "g", splits, num_entities=5, num_relations=1)
     trained = run_processes(4, train, path, tmp_path / "run", 2)
     resumed = run_processes(1, train, path, tmp_path / "run", 2)[0]
@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered_or_taken(pat
         damage = "epoch-00004 is damaged: the checksum of shard-00002.safetensors differs; "
         assert strict.endswith(damage + "`--resume epoch-00002` continues from the one before")
         assert "holds no checkpoint 'epoch-00003'; it holds epoch-00002, epoch-00004" in unknown
-        assert opened.endswith(damage + "checkpoints of this run, newest first: epoch-00004, epoch-00002")
+        assert opened.endswith(damage + "`--checkpoint NAME` opens another: epoch-00002")
         assert b["first"] == (2, 0)  # auto went back
         assert equal(a, b)
         assert "epoch-00004 is damaged: state.json is missing; no whole checkpoint is left" in none

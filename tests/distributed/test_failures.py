@@ -61,7 +61,8 @@ def test_signals_save_and_end_all_processes_with_a_message(
     assert checkpoint.latest(tmp_path / "run") == Path(
         saved[1]
     )  # --save-every is 10 epochs: it is there for the signal
-    assert checkpoint.read_facts(Path(saved[1]))["step"] > 0 or "step" not in saved[1]
+    facts = checkpoint.read_facts(Path(saved[1]))
+    assert Path(saved[1]).name == checkpoint.name_of(facts["epoch"], facts["step"])
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def search(group: Group, graph: str, tops: list[int], budget: int) -> list[tuple
     found = []
     for top in tops:
         for strike in ([], [opened.index(split) for split in SPLITS]):
-            with mock.patch.object(topk, "encode", return_value=query):
+            with mock.patch.object(topk, "encode_block", return_value=query):
                 best = topk.best_candidates(learner, source, relation, top, strike)
             found.append((best.entity_id, best.score, best.share))
     return found

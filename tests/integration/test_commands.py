@@ -15,6 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from sattle_dist.cli import main
+from sattle_dist.config import Config, load_toml
+from sattle_dist.graph import Graph
+from sattle_dist.run import HEAD, lock_run_dir
 from tests.graphs import random_splits, write_graph
 
 ROOT = Path(__file__).parent.parent.parent
@@ -88,21 +91,29 @@ def test_eval_in_two_processes_under_torchrun(families_run: Path) -> None:
         (["{run}", "--json", "no/such/f.json"], "--json no/such/f.json cannot be written (No such file or directory)"),
         (["{run}", "--positions", "{run}"], "--positions {run} cannot be written (it is a directory)"),
         (["{empty}"], "has no test triples; use --split train"),
+        (["{changed}"], "has changed since {changed} was trained on it"),
+        (["{gone}"], "{gone} needs the graph that it was trained on: no graph at"),
+        (["{run}", "--checkpoint", "epoch-7"], "holds no checkpoint 'epoch-7'; it holds epoch-00"),
         (["{run}", "--nproc", "100000", "--device", "cpu"], "100000 processes cannot share"),
     ],
-    ids=["no run", "no folder", "a folder", "empty split", "too many processes"],
+    ids=["no run", "no folder", "a folder", "empty split", "changed", "gone", "no checkpoint", "too many processes"],
 )
 def test_eval_refuses_in_one_line(
     arguments: list[str], message: str, families_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is ranked."""
-    run, empty = families_run / "run", tmp_path / "empty"
+    run = families_run / "run"
     graph = write_graph(tmp_path / "g", {"train": [(0, 0, 1)]}, num_entities=2, num_relations=1)
-    shutil.copytree(run, empty)
-    text = (empty / "config.toml").read_text()
-    (empty / "config.toml").write_text(re.sub("graph = .*", f'graph = "{graph}"', text))
+    other = write_graph(tmp_path / "other", {"train": [(0, 0, 1)]}, num_entities=2, num_relations=1)
+    known = Graph.open(Path(load_toml(run / "config.toml", Config()).run.graph)).checksum
+    manifest = json.loads((graph / "manifest.json").read_text())
+    (graph / "manifest.json").write_text(json.dumps({**manifest, "checksum": known}))  # as if it were the run's own
+    text = (run / "config.toml").read_text()
+    for copy, place in (("empty", graph), ("changed", other), ("gone", tmp_path / "gone.graph")):
+        shutil.copytree(run, tmp_path / copy)
+        (tmp_path / copy / "config.toml").write_text(re.sub("graph = .*", f'graph = "{place}"', text))
     monkeypatch.setattr("sattle_dist.run.open_run", None)
-    words = {"run": str(run), "empty": str(empty)}
+    words = {"run": str(run), **{name: str(tmp_path / name) for name in ("empty", "changed", "gone")}}
     done = CliRunner().invoke(main, ["eval", *(argument.format(**words) for argument in arguments)])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
@@ -204,9 +215,24 @@ def test_one_clear_line(arguments: list[str], message: str, tiny: Path, monkeypa
 
 def test_diverging_training_stops_with_the_step(tiny: Path) -> None:
     done = sattle("train", "--graph", "g", "--out", "diverged", "--learning-rate", "1e30", *TINY, cwd=tiny)
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert re.search(r"a gradient was not finite at epoch \d, step 1; no checkpoint had been written", done.stderr)
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_directory_in_use_is_left_as_it_is(tiny: Path) -> None:
+    """Another command with the same --out must not overwrite the settings of the run that trains there."""
+    for nproc in ("1", "2"):
+        run = tiny / f"busy-{nproc}"
+        run.mkdir()
+        (run / "config.toml").write_text(HEAD + "[train]\nseed = 5\n")
+        (run / "metrics.jsonl").write_text("{}\n")
+        with lock_run_dir(run):  # type: ignore[attr-defined]
+            done = sattle("train", "--graph", "g", "--out", run, "--nproc", nproc, *TINY, cwd=tiny)
+        assert done.returncode == 2
+        assert "another process is training in" in done.stderr
+        assert (run / "config.toml").read_text() == HEAD + "[train]\nseed = 5\n"
+        assert (run / "metrics.jsonl").exists()
 
 
 def test_help_teaches(tiny: Path) -> None:

@@ -17,9 +17,8 @@ from click.testing import CliRunner, Result
 
 from sattle_dist import Run, load_run
 from sattle_dist.cli import main
-from sattle_dist.evaluator import evaluate
+from sattle_dist.evaluator import encode_block, evaluate
 from sattle_dist.graph import SPLITS, Graph
-from sattle_dist.topk import encode
 
 Triple = tuple[str, str, str]
 
@@ -101,7 +100,7 @@ def test_new_only_leaves_out_known_facts_and_nothing_else(run: Run, facts: dict[
 
 
 def test_proposals_are_the_best_of_all_sources(
-    families_run: Path, run: Run, facts: dict[str, set[Triple]], tmp_path: Path
+    families_run: Path, run: Run, facts: dict[str, set[Triple]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the softmax of all scores of all sources, written out."""
     entities = pq.read_table(run.graph.path / "entities.parquet")["label"].to_pylist()
@@ -109,7 +108,7 @@ def test_proposals_are_the_best_of_all_sources(
     known = {(s, t) for split in SPLITS for s, r, t in facts[split] if r == "spouse_of"}
     sources = sorted({s for s, r, _ in facts["train"] if r == "spouse_of"})
     ids = np.array([entities.index(s) for s in sources])
-    query = encode(run._learner, ids, np.full(len(ids), relation)).double()
+    query = encode_block(run._learner, ids, np.full(len(ids), relation))[: len(ids)].double()
     table = run._learner.table
     share = (query @ table.rows.detach().double().T + table.bias.detach().double()).softmax(1).numpy()
     triples = [
@@ -118,6 +117,10 @@ def test_proposals_are_the_best_of_all_sources(
     expected = [(s, t, -minus) for minus, s, t in heapq.nsmallest(5, triples)]
     found = run.propose(relation="spouse_of", top=5)
     assert [(p.source, p.target) for p in found] == [(s, t) for s, t, _ in expected]
+    # The filtered softmax leaves the scores of a query free up to a constant too.
+    filtered = run.config.override({"loss": "filtered"}, "test")
+    monkeypatch.setattr(run._learner, "config", filtered)
+    assert run.propose(relation="spouse_of", top=5) == found
     assert [p.share for p in found] == pytest.approx([share for *_, share in expected], rel=1e-3)
     done = predict(families_run, "--relation", "spouse_of", "--all", "--top", 5, "--out", tmp_path / "new.parquet")
     assert done.exit_code == 0, done.output

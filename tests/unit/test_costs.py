@@ -73,7 +73,7 @@ def start(work: Workload, group: Group) -> tuple[Learner, list[Batch]]:
 
 def save(learner: Learner, run_dir: Path, *, background: bool) -> None:
     saver = Saver(learner, run_dir, keep=1, background=background, timeout=1)
-    saver.start({"epoch": 1, "step": 0, "history": []}, "")
+    saver.start({"epoch": 1, "step": 0, "history": []})
     assert saver.wait() == ""
 
 
