@@ -24,6 +24,9 @@ from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 
 
+DEFAULT_SIZE = 2048
+
+
 def measure(group: Group, device: torch.device, path: Path, config: Config, steps: int) -> dict[str, Any]:
     """Time steps on this rank, after a few to warm up; then again with the phases apart."""
     graph = Graph.open(path)
@@ -62,7 +65,7 @@ def measure(group: Group, device: torch.device, path: Path, config: Config, step
 @click.command(help=__doc__)
 @click.option("--graph", type=click.Path(path_type=Path), required=True, help="FB15k-237, ingested.")
 @click.option("--processes", default="1,2,4", show_default=True)
-@click.option("--batch-size", default=1024, show_default=True, help="Queries per step, over all processes.")
+@click.option("--batch-size", default=DEFAULT_SIZE, show_default=True, help="Queries per step, over all processes.")
 @click.option("--steps", default=30, show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Rounds over all numbers of processes.")
 @click.option("--loss", default="softmax", show_default=True, type=click.Choice(["bce", "kvsall", "softmax"]))
@@ -79,7 +82,7 @@ def main(graph: Path, processes: str, batch_size: int, steps: int, rounds: int, 
         speed = batch_size / chosen["seconds_per_step"]
         medians[world_size] = {**chosen, "queries_per_second": speed}
     result = {"stamp": record.stamp(), "batch_size": batch_size, "loss": loss, "rows": rows, "medians": medians}
-    record.write("scaling", result, render(result))
+    record.write("scaling" if batch_size == DEFAULT_SIZE else f"scaling-{batch_size}", result, render(result))
 
 
 def render(result: dict[str, Any]) -> str:
