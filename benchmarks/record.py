@@ -23,7 +23,7 @@ def stamp(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
     return {
         "command": " ".join(["python -m", f"benchmarks.{name}", *arguments]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _output("git", "-C", str(RESULTS), "describe", "--always", "--dirty"),
+        "commit": _commit(),
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20, 1),
@@ -48,6 +48,13 @@ def write(name: str, result: dict[str, Any], markdown: str) -> None:
 def memory(field: str) -> int:
     """Give a size of this process in bytes: VmRSS, resident now, or VmHWM, its peak so far."""
     return int(_field("/proc/self/status", field).split()[0]) * 1024
+
+
+def _commit() -> str:
+    """Name the commit that is measured, marked where the code is not the commit's; results and docs are no code."""
+    git = ("git", "-C", str(RESULTS.parent.parent))
+    changed = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
+    return _output(*git, "describe", "--always") + ("-dirty" if changed else "")
 
 
 def _output(*command: str) -> str:

@@ -23,7 +23,6 @@ from sattle_dist.data import Batches
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 
-
 DEFAULT_SIZE = 2048
 
 
