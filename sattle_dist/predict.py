@@ -109,13 +109,13 @@ def propose(
 ) -> list[Prediction]:
     """Give the best triples of a relation that no split holds, best first. Every rank must call it.
 
-    Asked are the sources that the relation has in train (`seen`), or all entities (`all`). The softmax loss leaves the
+    Asked are the sources that the relation has in train (`seen`), or all entities (`all`). The softmax losses leave the
     scores of a query free up to a constant, so triples of different sources are compared by share; for the other
     losses by score. No more than twice `top` triples, and the answers of one block, are held at a time.
     """
     relation_id = labels.find(relation, "relations")
     asked = seen_sources(graph, relation_id) if sources == "seen" else np.arange(graph.num_entities)
-    by_share = learner.config.train.loss == "softmax"
+    by_share = learner.config.train.loss in ("softmax", "filtered")
     kept = np.empty(0, _TRIPLE)
     for block in blocks(len(asked), top):
         source = asked[block]

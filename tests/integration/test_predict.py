@@ -101,7 +101,7 @@ def test_new_only_leaves_out_known_facts_and_nothing_else(run: Run, facts: dict[
 
 
 def test_proposals_are_the_best_of_all_sources(
-    families_run: Path, run: Run, facts: dict[str, set[Triple]], tmp_path: Path
+    families_run: Path, run: Run, facts: dict[str, set[Triple]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the softmax of all scores of all sources, written out."""
     entities = pq.read_table(run.graph.path / "entities.parquet")["label"].to_pylist()
@@ -119,6 +119,10 @@ def test_proposals_are_the_best_of_all_sources(
     found = run.propose(relation="spouse_of", top=5)
     assert [(p.source, p.target) for p in found] == [(s, t) for s, t, _ in expected]
     assert [p.share for p in found] == pytest.approx([share for *_, share in expected], rel=1e-3)
+    filtered = run._learner.config.override({"loss": "filtered"}, "test")  # a softmax too
+    with monkeypatch.context() as patched:
+        patched.setattr(run._learner, "config", filtered)
+        assert run.propose(relation="spouse_of", top=5) == found
     done = predict(families_run, "--relation", "spouse_of", "--all", "--top", 5, "--out", tmp_path / "new.parquet")
     assert done.exit_code == 0, done.output
     assert f"{len(sources)} sources (seen)" in done.stdout
