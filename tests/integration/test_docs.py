@@ -3,8 +3,9 @@
 How a command in a page is checked:
 - docs/tutorial.md: every ```sh and ```python block is run, in order, in an empty folder. `sattle` commands run in this
   process (each start would cost seconds); everything else in bash.
-- README.md: `sattle` commands of its code blocks are run in order, in a folder that has the files they name. Training
-  is cut short (SHORT) and stays in one process, because how many processes there are is tested elsewhere.
+- README.md: `sattle` commands of its code blocks are run in order, in a folder that has the files they name, and so are
+  its Python and the questions of `make demo`. Training is cut short (QUICK) and stays in one process, because how many
+  processes there are is tested elsewhere, and with it the ways to start torchrun (test_launch.py).
 - Not run, as each takes minutes, another machine or a network, but held to what exists: `make TARGET` (the target must
   be in the Makefile), `torchrun ... launchers/train.py OPTIONS` (the script must exist, the options be those of
   `sattle train`), `python -m benchmarks.X` (the module must exist), `pip install .[EXTRA]` (the extra must exist).
@@ -32,6 +33,7 @@ from sattle_dist.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 SHORT = ["--epochs", "2", "--dim", "8", "--num-heads", "2", "--dim-hidden", "16", "--threads", "1", "--eval-every", "1"]
+QUICK = {"train": SHORT, "plan": ["--device-flops", "1e12", "--device-memory", "8GB"]}  # given, not measured
 OURS = ("sattle", "sattle-ingest")
 NOT_RUN = (
     "make",
@@ -167,9 +169,15 @@ def test_the_commands_of_the_readme_work(families_run: Path, tmp_path: Path, mon
             check_options(words)
             place = words.index("--nproc")
             del words[place : place + 2]
-        run_ours(words + (SHORT if words[:2] == ["sattle", "train"] else []))
+        run_ours(words + QUICK.get(words[1], []))
         ran += 1
-    assert ran >= 4
+    assert ran >= 6
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL):
+        exec(block, {})
+    demo = re.findall(r"^\t\$\(BIN\)/(sattle .*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    answers = [run_ours(shlex.split(line)) for line in demo]
+    assert len(answers) == 2
+    assert all(re.search(r" test$", answer, re.MULTILINE) for answer in answers), "no held-out fact among the answers"
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
