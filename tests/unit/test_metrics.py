@@ -11,9 +11,10 @@ import pytest
 
 from sattle_dist import metrics as module
 from sattle_dist.evaluator import Positions
+from sattle_dist.files import require_writable
 from sattle_dist.graph import Graph
 from sattle_dist.metrics import bootstrap, metrics
-from sattle_dist.results import make_protocol, make_result, pairs_of_triples, require_writable, write_positions
+from sattle_dist.results import make_protocol, make_result, pairs_of_triples, write_positions
 from sattle_dist.strata import CARDINALITIES, cardinalities, count_cardinalities, seen_in_training
 from tests.graphs import write_graph
 
