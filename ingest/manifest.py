@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +46,16 @@ def content_checksum(graph: Path) -> str:
     It is the sha256 of lines `part length sha256`, where part is a label column (its lengths in bytes as little-endian
     int64, then its bytes, hashed apart) or an index array (its elements as little-endian integers).
     """
-    tasks: list[tuple[str, Any, Path]] = [
-        *((table, _hash_labels, graph / f"{table}.parquet") for table in ("entities", "relations")),
-        *(
-            (f"{split}/{array}", _hash_array, graph / "index" / f"split={split}" / f"{array}.npy")
-            for split in SPLITS
-            for array in INDEX_ARRAYS
-        ),
+    tasks: list[tuple[str, Callable[[], str]]] = [
+        (table, partial(_hash_labels, graph / f"{table}.parquet")) for table in ("entities", "relations")
     ]
+    for split in SPLITS:
+        for array in INDEX_ARRAYS:
+            # The headers are read here, by one thread: numpy parses them with ast, which Python 3.11 cannot do in two.
+            length, start = _read_header(path := graph / "index" / f"split={split}" / f"{array}.npy")
+            tasks.append((f"{split}/{array} {length}", partial(sha256_of, path, start)))
     with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(lambda task: f"{task[0]} {task[1](task[2])}\n", tasks))
+        parts = list(pool.map(lambda task: f"{task[0]} {task[1]()}\n", tasks))
     return "sha256:" + hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
@@ -73,13 +75,13 @@ def _hash_labels(path: Path) -> str:
     return f"{count} {lengths.hexdigest()} {text.hexdigest()}"
 
 
-def _hash_array(path: Path) -> str:
+def _read_header(path: Path) -> tuple[int, int]:
+    """Give an array's length and the byte at which its elements begin."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        start = file.tell()
-    assert dtype.str in ("<i8", "<i4"), dtype
-    return f"{shape[0]} {sha256_of(path, start)}"
+        assert dtype.str in ("<i8", "<i4"), dtype
+        return shape[0], file.tell()
 
 
 def describe_files(graph: Path) -> dict[str, dict[str, Any]]:

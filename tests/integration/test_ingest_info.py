@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import threading
 import os
 from pathlib import Path
 
@@ -157,6 +158,20 @@ def test_content_checksum_is_the_documented_one(graph):
             values = np.load(graph / "index" / f"split={split}" / f"{array}.npy").astype(kind)
             text += f"{split}/{array} {len(values)} {sha(values.tobytes())}\n"
     assert manifest(graph)["checksum"] == "sha256:" + sha(text.encode())
+
+
+def test_array_headers_are_read_by_one_thread(graph, monkeypatch):
+    """Numpy parses them with ast, whose recursion counter is shared by all threads of Python 3.11 (gh-106905)."""
+    readers = set()
+    read = np.lib.format.read_array_header_1_0
+
+    def read_and_note(file):
+        readers.add(threading.get_ident())
+        return read(file)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", read_and_note)
+    assert content_checksum(graph) == manifest(graph)["checksum"]
+    assert readers == {threading.get_ident()}
 
 
 def test_content_checksum_survives_another_parquet_layout(graph):
