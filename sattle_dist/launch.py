@@ -67,9 +67,12 @@ def run_workers(
     leave_torchrun()
     silence_torch()
     hint = f"; {hint}" if hint else ""
-    with tempfile.TemporaryDirectory(prefix="sattle_") as folder, Shepherd(saves=saves).watching() as shepherd:
+    with (
+        tempfile.TemporaryDirectory(prefix="sattle_") as folder,
+        environment({LAUNCHER_PID: str(os.getpid()), WHEREABOUTS: f"{folder}/whereabouts"}),
+        Shepherd(saves=saves).watching() as shepherd,
+    ):
         whereabouts = Whereabouts(Path(folder) / "whereabouts", at_first)
-        os.environ |= {LAUNCHER_PID: str(os.getpid()), WHEREABOUTS: str(whereabouts.path)}
         for attempt in range(restarts.most + 1):
             whereabouts.path.write_bytes(b"")
             more = only_first if attempt == 0 else ()
@@ -201,6 +204,17 @@ def explain(failures: Mapping[int, ProcessFailure], whereabouts: Whereabouts) ->
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for the processes started meanwhile; this one may go on to other work."""
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
 
 
 def silence_torch() -> None:

@@ -3,11 +3,10 @@
 How a command in a page is checked:
 - docs/tutorial.md: every ```sh and ```python block is run, in order, in an empty folder. `sattle` commands run in this
   process (each start would cost seconds); everything else in bash.
-- README.md: `sattle` commands of its code blocks are run in order, in a folder that has the files they name, and so are
-  its Python and the questions of `make demo`. Training is cut short (QUICK) and stays in one process, because how many
-  processes there are is tested elsewhere, and with it the ways to start torchrun (test_launch.py).
-- Not run, as each takes minutes, another machine or a network, but held to what exists: `make TARGET` (the target must
-  be in the Makefile), `torchrun ... launchers/train.py OPTIONS` (the script must exist, the options be those of
+- README.md: `make demo` is run as it is, the Python and the `sattle` commands of its code blocks are run in order, in a
+  folder that has the files they name, with training cut short (QUICK). The spellings of torchrun: test_launch.py.
+- Not run, as each takes minutes, another machine or a network, but held to what exists: other `make TARGET` (the target
+  must be in the Makefile), `torchrun ... launchers/train.py OPTIONS` (the script must exist, the options be those of
   `sattle train`), `python -m benchmarks.X` (the module must exist), `pip install .[EXTRA]` (the extra must exist).
 - The other pages: their `sattle` commands must name existing commands and options.
 """
@@ -165,17 +164,34 @@ def test_the_commands_of_the_readme_work(families_run: Path, tmp_path: Path, mon
         if words[0] not in OURS:
             check_not_run(words)
             continue
-        if "--nproc" in words:
-            check_options(words)
-            place = words.index("--nproc")
-            del words[place : place + 2]
         run_ours(words + QUICK.get(words[1], []))
         ran += 1
     assert ran >= 6
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL):
         exec(block, {})
-    demo = re.findall(r"^\t\$\(BIN\)/(sattle .*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    answers = [run_ours(shlex.split(line)) for line in demo]
+
+
+def test_make_demo(tmp_path: Path) -> None:
+    """In a folder that has the project's files: the demo as a user starts it, four processes and all epochs."""
+    environment = Path(sys.prefix)
+    if not (environment / ".installed").exists():
+        pytest.skip(f"{environment} was not made by `make install`, which `make demo` would begin with")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "launchers"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environ = {**os.environ, "SATTLE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        ["make", "demo", f"VENV={environment}"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install" not in done.stdout
+    assert float(re.findall(r"^  MRR +(\d\.\d+)$", done.stdout, re.MULTILINE)[0]) > 0.9
+    answers = done.stdout.split("sattle predict runs/demo")[1:]
     assert len(answers) == 2
     assert all(re.search(r" test$", answer, re.MULTILINE) for answer in answers), "no held-out fact among the answers"
 

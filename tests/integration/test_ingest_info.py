@@ -4,8 +4,8 @@ import csv
 import hashlib
 import io
 import json
-import threading
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
