@@ -95,6 +95,12 @@ class TrainConfig:
     warmup_epochs: float = setting(1.0, "Epochs of linear warm-up from zero.", least=0)
     decay_factor: float = setting(0.995, "decay: factor per two epochs.", above=0, most=1)
     decay_until: int = setting(1050, "decay: epoch after which the rate stays.", least=0)
+    weight_decay: float = setting(
+        0.0,
+        "Decoupled weight decay of the entity vectors: each step takes rate times this off them.",
+        least=0,
+        most=100,
+    )
     seed: int = setting(0, "Seed of every random choice.", least=0, most=2**63 - 1)
 
 

@@ -48,8 +48,12 @@ class Learner:
             group=group,
             product_dtype=self.product_dtype,
         )
-        self.optimizer = torch.optim.Adam(
-            [p for _, p in self.named_parameters()], lr=config.train.learning_rate, fused=True
+        decayed = [self.table.rows]
+        others = [p for _, p in self.named_parameters() if p is not self.table.rows]
+        self.optimizer = torch.optim.AdamW(  # without weight decay: Adam
+            [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": config.train.weight_decay}],
+            lr=config.train.learning_rate,
+            fused=True,
         )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -263,6 +263,24 @@ def test_a_run_weighs_its_queries_as_it_is_told(graph_path: Path) -> None:
     assert weight == pytest.approx([n**0.5 for n in number])
 
 
+def stepped_parameters(group: Group, path: Path, decay: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    learner, batches = make_learner(make_config("softmax", "twomult", weight_decay=decay), Graph.open(path), group)
+    before = {name: parameter.detach().clone() for name, parameter in learner.named_parameters()}
+    learner.step(next(batches.epoch(0)), 0, 0, rate=0.01, report=False)
+    return before, {name: parameter.detach().clone() for name, parameter in learner.named_parameters()}
+
+
+def test_weight_decay_shrinks_the_entity_vectors_alone(graph_path: Path) -> None:
+    for (before, plain), (_, decayed) in zip(
+        run_processes(2, stepped_parameters, graph_path, 0.0),
+        run_processes(2, stepped_parameters, graph_path, 2.0),
+        strict=True,
+    ):
+        rows = "table.rows"
+        assert before.keys() - {rows} == {name for name in plain if torch.equal(plain[name], decayed[name])}
+        torch.testing.assert_close(decayed[rows], plain[rows] - 0.01 * 2.0 * before[rows])
+
+
 def test_more_processes_than_entities() -> None:
     with pytest.raises(ValueError, match="5 processes cannot share 4 entities; use --nproc 4"):
         Sharding(4, 5)
