@@ -2,60 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.multiprocessing as mp
-
 from sattle_dist.config import RunConfig
-from sattle_dist.runtime import joined
+from sattle_dist.processes import ProcessError, in_processes
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, threads: int = 1) -> list[Any]:
     """Call function(group, device, *args) on every rank, each with so many threads; give the results by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, threads, results, function, args))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    found: dict[int, Any] = {}
-    while len(found) < world_size:
-        if not results.empty():
-            rank, value = results.get()
-            found[rank] = value
-        elif dead := [p.exitcode for p in processes if p.exitcode]:
-            for process in processes:
-                process.kill()
-            raise SystemExit(f"a process of the benchmark ended with exit code {dead[0]}")
-        time.sleep(0.05)
-    for process in processes:
-        process.join()
-    return [found[rank] for rank in range(world_size)]
-
-
-def _rank(
-    rank: int,
-    world_size: int,
-    port: int,
-    threads: int,
-    results: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with joined(RunConfig(threads=threads)) as (group, device):
-        value = function(group, device, *args)
-        group.barrier()
-        results.put((rank, value))
-        os._exit(0)  # see runtime.end_process
+    try:
+        return in_processes(world_size, RunConfig(threads=threads), function, *args)
+    except ProcessError as error:
+        raise SystemExit(f"the benchmark failed: {error}") from None

@@ -8,13 +8,10 @@ together, as they would train, and the time of an exchange is measured with real
 from __future__ import annotations
 
 import math
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +31,7 @@ from sattle_dist.data import STEPS_PER_PLAN, Batches
 from sattle_dist.graph import QueryIndex
 from sattle_dist.learner import MIB, Learner
 from sattle_dist.loss import CACHE_BYTES, SOFTMAXES
+from sattle_dist.processes import ProcessError, in_processes
 from sattle_dist.runtime import joined
 
 MOST_STATE = 256 * MIB  # of the larger table: beyond the caches, and made in no time
@@ -68,7 +66,11 @@ class StepTimes:
 def calibrate(work: Workload, *, here: bool) -> Speed:
     """Time this machine at a workload, in the workload's processes (`here`), or as one device among others like it."""
     if here and work.world_size > 1:
-        found: Speed = in_processes(work.world_size, measure_speed, work)[0]
+        run = RunConfig(device=work.config.run.device, threads=work.config.run.threads)
+        try:
+            found: Speed = in_processes(work.world_size, run, measure_speed, work)[0]
+        except ProcessError as error:
+            raise UserError(f"the calibration failed: {error}; plan from given figures, with --device-flops") from None
         return found
     with joined(work.config.run) as (group, device):
         return measure_speed(group, device, work)
@@ -234,44 +236,3 @@ def measure_exchange(group: Group, device: torch.device) -> dict[str, float]:
     x = torch.zeros(4 * MIB // FLOAT // group.world_size, device=device)
     sent = (group.world_size - 1) * x.numel() * FLOAT
     return {"latency": latency, "link": sent / max(seconds(x, 5) - latency, 1e-6)}
-
-
-def in_processes(world_size: int, function: Callable[..., Any], work: Workload) -> list[Any]:
-    """Call function(group, device, work) in so many processes of one group; give the results by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [
-        context.Process(target=_process, args=(rank, world_size, port, results, function, work), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    found: dict[int, Any] = {}
-    while len(found) < world_size:
-        if not results.empty():
-            rank, value = results.get()
-            found[rank] = value
-        elif any(process.exitcode for process in processes):
-            for process in processes:
-                process.kill()
-            raise UserError(
-                f"the calibration in {world_size} processes failed; plan from given figures, with --device-flops"
-            )
-        time.sleep(0.02)
-    for process in processes:
-        process.join()
-    return [found[rank] for rank in range(world_size)]
-
-
-def _process(rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], work: Workload) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    run = RunConfig(device=work.config.run.device, threads=work.config.run.threads)
-    with joined(run) as (group, device):
-        results.put((rank, function(group, device, work)))
-        group.barrier()
-        os._exit(0)  # see runtime.end_process
