@@ -288,8 +288,9 @@ class _Gradients:
         """Overwrite the gradients of the block's rows and add their part to the gradient of q."""
         dtype, rows = self.product_dtype, self.task.rows[block.rows]
         weighted = self.task.query * factor[:, None]  # [G, D]
-        product(y, weighted, plus=None, out=self.grad_rows[block.rows], dtype=dtype)
         torch.mv(y, factor, out=self.grad_bias[block.rows])
+        y = y.to(dtype)  # once for both products
+        product(y, weighted, plus=None, out=self.grad_rows[block.rows], dtype=dtype)
         product(y.T, rows, plus=None, out=self.part, dtype=dtype)
         self.grad_query.addcmul_(self.part, factor[:, None])
 
@@ -308,15 +309,16 @@ class _Gradients:
 
 
 def product(a: Tensor, b: Tensor, *, plus: Tensor | None, out: Tensor, dtype: torch.dtype) -> None:
-    """Set out = a @ b + plus; the factors are rounded to `dtype`, the sum is in out's own."""
+    """Set out = a @ b + plus; the factors are rounded to `dtype`, the sums are in out's own."""
     if dtype != out.dtype:
         a, b = a.to(dtype), b.to(dtype)
         if a.is_cuda:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
-        else:  # CPUs have no such product; rounded factors multiplied as they are give the same
-            torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-        if plus is not None:
-            out += plus
+            if plus is not None:
+                out += plus
+        else:  # a CPU sums in float32 too, but its result is rounded once more
+            rounded = torch.mm(a, b)
+            out.copy_(rounded) if plus is None else torch.add(rounded, plus, out=out)
     elif plus is None:
         torch.mm(a, b, out=out)
     else:

@@ -7,8 +7,24 @@ import sys
 
 import torch
 
-# Some CPUs announce instructions that their hypervisor refuses: the process dies of SIGILL, not of an exception.
-_PROBE = "import torch; x = torch.ones(256, 256, dtype=torch.bfloat16); assert (x @ x)[0, 0] == 256"
+# Some CPUs announce instructions that their hypervisor refuses: the process dies of SIGILL, not of an exception. Others
+# have none for bfloat16, and torch's way around is a hundred times slower than float32.
+_PROBE = """
+import sys, time, torch
+
+def fastest(dtype):
+    x, seconds = torch.ones(256, 256, dtype=dtype), []
+    for _ in range(10):
+        started = time.perf_counter()
+        y = x @ x
+        seconds.append(time.perf_counter() - started)
+    assert y[0, 0] == 256
+    return min(seconds)
+
+torch.set_num_threads(1)
+sys.exit(SLOW if fastest(torch.bfloat16) > 2 * fastest(torch.float32) else 0)
+"""
+_SLOW = 3
 
 
 def usable_precision(wanted: str, device: str) -> str:
@@ -27,9 +43,12 @@ def usable_precision(wanted: str, device: str) -> str:
 
 def _probe_cpu() -> str:
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120, check=False)
+        probe = _PROBE.replace("SLOW", str(_SLOW))
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"trying it failed: {error}"
     if done.returncode < 0:
         return f"a bfloat16 product is killed by signal {-done.returncode}"
+    if done.returncode == _SLOW:
+        return "this CPU multiplies in bfloat16 more slowly than in float32"
     return "a bfloat16 product fails" if done.returncode else ""

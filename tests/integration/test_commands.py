@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -256,3 +257,13 @@ def test_a_killed_probe_means_float32(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(precision, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert precision.usable_precision("bf16", "cpu") == "float32"
     assert "killed by signal 4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variable that hides instructions is for x86-64")
+def test_a_slow_bf16_means_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the CPU has no instructions for it (kept from torch's products here), the run goes on in float32."""
+    from sattle_dist import precision
+
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert precision.usable_precision("bf16", "cpu") == "float32"
+    assert "more slowly than in float32" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_a_query_with_every_entity_as_a_target_is_passed_over(monkeypatch: pytes
         torch.testing.assert_close(mine.double(), theirs * share, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["bce", "softmax"])
+@pytest.mark.parametrize("name", ["bce", "softmax", "filtered"])
 def test_rounded_products_stay_near(name: str) -> None:
     """bfloat16 factors: within their three digits of the double result."""
     task, targets = make_task(name, torch.float32)
