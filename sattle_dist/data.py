@@ -19,10 +19,10 @@ from torch import Tensor
 
 from sattle_dist.collectives import Group
 from sattle_dist.graph import Int64s, QueryIndex
-from sattle_dist.loss import ShardTargets
 from sattle_dist.randomness import Permutation, to_device
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import Lookup
+from sattle_dist.task import ShardTargets
 
 Floats = npt.NDArray[np.float64]
 

@@ -15,11 +15,12 @@ from torch.nn.utils import get_total_norm
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config
 from sattle_dist.data import Batch
-from sattle_dist.loss import OneToAllLoss, ShardTask
+from sattle_dist.loss import OneToAllLoss
 from sattle_dist.model import QueryModel
 from sattle_dist.randomness import draw_masks
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import ShardedTable
+from sattle_dist.task import ShardTask
 
 MIB = 1 << 20
 

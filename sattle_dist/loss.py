@@ -23,77 +23,19 @@ Shapes: G queries of the global batch, S rows of this shard, D dim, P targets in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sattle_dist.collectives import Group
-from sattle_dist.graph import GraphError, Int64s
-from sattle_dist.randomness import to_device
+from sattle_dist.task import ShardTask
 
-TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
 NO_RIVAL = 1e30  # a margin that no two scores have
 CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the products that write and read them
 LOG2_E = math.log2(math.e)
 SOFTMAXES = ("softmax", "filtered")  # losses that normalise over all scores; a query's are free up to a constant
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardTargets:
-    """The true targets of the global batch that this shard owns, as (query, row) pairs."""
-
-    query: Tensor  # [P]
-    row: Tensor  # [P] increasing
-    row_on_host: Int64s  # [P] the same, to find a block's targets without waiting for the device
-
-    @classmethod
-    def of(cls, query: Int64s, row: Int64s, *, num_queries: int, device: torch.device) -> ShardTargets:
-        """Take distinct (query, row) pairs; a repeated pair is refused, for it would count twice."""
-        cell = np.sort(row * num_queries + query)
-        if (cell[1:] == cell[:-1]).any():
-            raise GraphError("a query names the same target twice; the graph is damaged, ingest it again")
-        query, row = cell % num_queries, cell // num_queries
-        return cls(
-            query=to_device(torch.from_numpy(query), device),
-            row=to_device(torch.from_numpy(row), device),
-            row_on_host=row,
-        )
-
-    def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Give the (query, row) pairs whose rows are in [start, stop)."""
-        first, last = np.searchsorted(self.row_on_host, [start, stop])
-        return self.query[first:last], self.row[first:last]
-
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(torch.split(self.query, TARGETS_AT_ONCE), torch.split(self.row, TARGETS_AT_ONCE), strict=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardTask:
-    """What the loss is computed from: one shard's rows, and all queries of the global batch."""
-
-    query: Tensor  # [G, D]
-    rows: Tensor  # [S, D]
-    bias: Tensor  # [S]
-    targets: ShardTargets
-    query_weight: Tensor  # [G]
-    total_weight: float  # W
-    target_weight: Tensor | None = None  # [G] v; None: 1
-
-    def target_weights(self) -> Tensor:
-        """Give the weight v [P] of each target in this shard."""
-        if self.target_weight is None:
-            return self.query_weight.new_ones(len(self.targets.query))
-        return self.target_weight[self.targets.query]
-
-    @property
-    def row_bytes(self) -> int:
-        """The size of one row's scores [G]."""
-        return len(self.query) * self.query.element_size()
 
 
 class OneToAllLoss:
@@ -302,7 +244,7 @@ class _Gradients:
             grad_query -= weight[:, None] * task.rows.sum(0)
             self.grad_rows -= weight @ task.query
             self.grad_bias -= weight.sum()
-        for (query, row), hit in zip(task.targets.pieces(), torch.split(hits, TARGETS_AT_ONCE), strict=True):
+        for query, row, hit in task.targets.pieces(hits):
             grad_query.index_add_(0, query, task.rows[row] * hit[:, None])
             self.grad_rows.index_add_(0, row, task.query[query] * hit[:, None])
             self.grad_bias.index_add_(0, row, hit)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sattle_dist.loss import OneToAllLoss, ShardTargets, ShardTask, dense_loss
+from sattle_dist.loss import OneToAllLoss, dense_loss
+from sattle_dist.task import ShardTargets, ShardTask
 
 CPU = torch.device("cpu")
 N, D = 601, 7
@@ -130,7 +131,7 @@ def test_rounded_products_stay_near(name: str) -> None:
 
 def test_many_targets_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     task, targets = make_task("bce", torch.float64)
-    monkeypatch.setattr("sattle_dist.loss.TARGETS_AT_ONCE", 10)
+    monkeypatch.setattr("sattle_dist.task.TARGETS_AT_ONCE", 10)
     for mine, theirs in zip(run("bce", task, 0.0, 1 << 20), run_dense("bce", task, targets, 0.0), strict=True):
         torch.testing.assert_close(mine, theirs)
 
