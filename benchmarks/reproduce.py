@@ -185,6 +185,7 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     result: dict[str, Any] = {
         "command": " ".join(["sattle", *job.arguments()]),
         "seed": ran.train.seed,
+        "precision": ran.run.precision,
         "epochs": len(metrics),
         "of": asked.train.epochs,
         "valid": {str(line["epoch"]): line["valid"]["mrr"] for line in metrics if line.get("valid")},

@@ -48,9 +48,10 @@ This page is written by `python -m benchmarks.reproduce`; what it rests on is in
 Every row of the paper has two recipes: one with the paper's own training (`fb15k237-twomult-100`: binary cross-entropy,
 its schedule, 1,500 or 4,500 epochs) and one with ours (`fb15k237-twomult-100-fast`), for the same model. Ours has a
 softmax loss in which the targets of one query do not compete (`--loss filtered`), queries that weigh less than their
-targets number (`--weight-power`), a cosine schedule and, where it was tried, weight decay of the entity vectors in
-place of most dropout (`--weight-decay`). Hyper-parameters and the epoch that is tested are chosen on valid. Scores are
-filtered, over both directions; all entities are candidates, also those that never occur in train.
+targets number (`--weight-power`), a cosine schedule, weight decay of the entity vectors in place of most dropout
+(`--weight-decay`), and matrix products in bfloat16 where the machine has instructions for them (`--precision`).
+Hyper-parameters and the epoch that is tested are chosen on valid. Scores are filtered, over both directions; all
+entities are candidates, also those that never occur in train.
 """
 
 
