@@ -138,7 +138,7 @@ class RunConfig:
         choices=("off", "on"),
     )
     precision: str = setting(
-        "float32", "Arithmetic of the matrix products; sums stay in float32.", choices=("float32", "bf16")
+        "float32", "Arithmetic of the matrix products; their sums are formed in float32.", choices=("float32", "bf16")
     )
     threads: int = setting(0, "Threads per process [default: cores / processes].", least=0, most=1024)
     score_memory: int = setting(

@@ -8,7 +8,7 @@ import sys
 import torch
 
 # Some CPUs announce instructions that their hypervisor refuses: the process dies of SIGILL, not of an exception. Others
-# have none for bfloat16, and torch's way around is a hundred times slower than float32.
+# have none for bfloat16, and torch's way around is slower than float32.
 _PROBE = """
 import sys, time, torch
 
