@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from ingest.errors import IngestError
 from ingest.info import describe, render
 from ingest.options import FORMATS, SPLITS, IngestOptions, parse_size
 from ingest.progress import StageDisplay
+from ingest.signals import ends_on_signals
 from ingest.sql import OUTPUTS, run_query
 
 
@@ -75,6 +75,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--threads", type=int, help="[default: one per processor]")
 @click.option("--temp-dir", type=_PATH, help="Where to spill.  [default: beside the graph]")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@ends_on_signals()
 def ingest(
     inputs: tuple[str, ...],
     train: tuple[str, ...],
@@ -144,6 +145,7 @@ def _print_report(report: IngestReport) -> None:
 @click.option("--verify", is_flag=True, help="Recompute every checksum.")
 @click.option("--leakage/--no-leakage", default=True, show_default=True, help="Look for triples train gives away.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@ends_on_signals()
 def info(graph: Path, verify: bool, leakage: bool, as_json: bool) -> None:
     """Show what a graph holds: counts, degrees, relations, unseen entities and leakage."""
     try:
@@ -157,6 +159,7 @@ def info(graph: Path, verify: bool, leakage: bool, as_json: bool) -> None:
 @click.argument("graph", type=_PATH)
 @click.argument("query")
 @click.option("--format", "output", type=click.Choice(OUTPUTS), default="table", show_default=True)
+@ends_on_signals()
 def sql(graph: Path, query: str, output: str) -> None:
     """Run a DuckDB QUERY on the views triples, entities and relations of a graph.
 
@@ -170,8 +173,6 @@ def sql(graph: Path, query: str, output: str) -> None:
 
 def main() -> None:
     """Run `sattle-ingest`."""
-    # A batch system ends jobs with SIGTERM: clean up as after Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     ingest(prog_name="sattle-ingest")
 
 
