@@ -65,12 +65,6 @@ class ModelConfig:
     dropout_attention: float = setting(0.1, "Dropout on the attention weights (do_sdp).", least=0, most=0.99)
     dropout_output: float = setting(0.3, "Dropout after the attention (do_mha).", least=0, most=0.99)
     dropout_hidden: float = setting(0.2, "Dropout after the feed-forward layer (do_pff).", least=0, most=0.99)
-    query_scale: float = setting(
-        1.0,
-        "Scale at which the query vectors begin: of the last norm's gain, or Tucker's core tensor (the paper: 1). "
-        "Weight decay keeps entity vectors short; about 10 then saves the epochs in which the scale would grow.",
-        above=0,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

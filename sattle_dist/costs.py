@@ -77,7 +77,7 @@ class Workload:
     @property
     def num_read(self) -> int:
         """T, the tokens that the decoder reads."""
-        return len(make_decoder(replace(self.config.model, dim=1)).reads)
+        return len(make_decoder(self.config.model.decoder, 1).reads)
 
     @cached_property
     def parameters(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sattle_dist.config import ModelConfig
 from sattle_dist.encoder import RELATION, SOURCE, WeightedBatchNorm
 
 
@@ -35,16 +34,13 @@ class Tucker(nn.Module):
     last_norm = False
     reads = (SOURCE, RELATION)
 
-    def __init__(self, dim: int, scale: float) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.scale = scale
         self.norm_source = WeightedBatchNorm(dim)
         self.core = nn.Parameter(torch.empty(dim, dim, dim))  # [relation, source, out]
 
     def reset(self, generator: torch.Generator) -> None:
         nn.init.uniform_(self.core, -0.05, 0.05, generator=generator)
-        with torch.no_grad():
-            self.core.mul_(self.scale)
 
     def forward(self, encoded: Tensor, query_weight: Tensor) -> Tensor:
         """Turn encoded [B, 2, D] into [B, D]: out[b, o] = sum_rs relation[b, r] source[b, s] core[r, s, o]."""
@@ -57,13 +53,13 @@ class Tucker(nn.Module):
 Decoder = TwoMult | Tucker
 
 
-def make_decoder(config: ModelConfig) -> Decoder:
-    """Make the decoder that the model's settings name."""
-    match config.decoder:
+def make_decoder(name: str, dim: int) -> Decoder:
+    """Make the decoder of this name (a choice of ModelConfig.decoder)."""
+    match name:
         case "twomult":
             return TwoMult(RELATION)
         case "twomult-source":
             return TwoMult(SOURCE)
         case "tucker":
-            return Tucker(config.dim, config.query_scale)
-    raise AssertionError(config.decoder)
+            return Tucker(dim)
+    raise AssertionError(name)

@@ -145,8 +145,6 @@ class Encoder(nn.Module):
         nn.init.kaiming_uniform_(self.narrow.weight, mode="fan_in", nonlinearity="relu", generator=generator)
         for linear in (self.widen, self.narrow):
             reset_bias(linear, generator)
-        if isinstance(self.norm_output, nn.LayerNorm):
-            nn.init.constant_(self.norm_output.weight, self.config.query_scale)
 
     def mask_specs(self) -> dict[str, MaskSpec]:
         """Say which dropout masks a training step needs, for one query."""

@@ -22,7 +22,7 @@ class QueryModel(nn.Module):
     def __init__(self, config: ModelConfig, num_relations: int, seed: int) -> None:
         super().__init__()
         num_both = 2 * num_relations  # every relation and its inverse
-        self.decoder = make_decoder(config)
+        self.decoder = make_decoder(config.decoder, config.dim)
         self.encoder = Encoder(config, self.decoder.reads, last_norm=self.decoder.last_norm)
         std = math.sqrt(2 / (num_both + config.dim))  # Xavier normal
         self.relations = nn.Parameter(normal_rows(0, num_both, config.dim, std, WEIGHTS, seed))
@@ -51,7 +51,7 @@ def count_parameters(config: ModelConfig, num_entities: int, num_relations: int)
     The bias of each entity is no embedding, so it counts among the first, as in the paper.
     """
     with torch.device("meta"):
-        decoder = make_decoder(config)
+        decoder = make_decoder(config.decoder, config.dim)
         encoder = Encoder(config, decoder.reads, last_norm=decoder.last_norm)
     others = sum(p.numel() for module in (encoder, decoder) for p in module.parameters())
     return others + num_entities, (num_entities + 2 * num_relations) * config.dim

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -50,20 +48,6 @@ def test_reduced_form_equals_reference(decoder: str, num_heads: int, dim: int) -
         else:
             torch.testing.assert_close(parameter.grad, parameters[name].grad, msg=lambda m, name=name: f"{name}: {m}")
             assert parameter.grad.abs().max() > 0, name
-
-
-@pytest.mark.parametrize("decoder", ["twomult", "twomult-source", "tucker"])
-def test_query_scale(decoder: str) -> None:
-    """It multiplies the query vectors of the untrained model, and nothing else."""
-    plain = ModelConfig(decoder=decoder, dim=6, num_heads=2, dim_key=3, dim_value=3, dim_hidden=5)
-    source, relation, count = torch.randn(9, 6), torch.arange(9) % 6, torch.ones(9)
-    begun = [QueryModel(replace(plain, query_scale=scale), 3, seed=1) for scale in (1.0, 12.0)]
-    one, twelve = (model(source, relation, count, {}) for model in begun)
-    torch.testing.assert_close(twelve, 12 * one)
-    assert one.abs().max() > 0
-    states = [dict(model.named_parameters()) for model in begun]
-    changed = [name for name in states[0] if not states[0][name].equal(states[1][name])]
-    assert changed == ["decoder.core" if decoder == "tucker" else "encoder.norm_output.weight"]
 
 
 def test_batch_norm_equals_torch() -> None:
