@@ -230,8 +230,8 @@ def tuning_table() -> str:
         "",
         "What was tried for the fast recipes, judged on valid alone. A line is one whole run with a cosine schedule",
         "over its epochs; unless it says otherwise: TwoMult, 64 heads, 512 queries a batch, learning rate 0.003, the",
-        "paper's dropouts, seed 0. Where a gain begins elsewhere than at 1, a patched copy was tried: there is no such",
-        "setting.",
+        "paper's dropouts, seed 0. Patched copies, not settings, are: a gain that begins elsewhere than at 1, dropout",
+        "on the query vector, weight decay of the encoder, other second moments, and averages of the weights.",
         "",
     ]
     tried = json.loads(TUNING.read_text()) if TUNING.exists() else []
