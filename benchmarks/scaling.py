@@ -113,7 +113,9 @@ def _numbers(text: str) -> list[int]:
 @click.command(help=__doc__)
 @click.option("--graph", type=click.Path(path_type=Path), required=True, help="FB15k-237, ingested.")
 @click.option("--processes", default="1,2,4", show_default=True)
-@click.option("--batch-sizes", default="512,1024,2048,4096", show_default=True, help="Queries per step, over all processes.")
+@click.option(
+    "--batch-sizes", default="512,1024,2048,4096", show_default=True, help="Queries a step, all processes together."
+)
 @click.option("--steps", default=5, show_default=True, help="Steps of a turn.")
 @click.option("--rounds", default=15, show_default=True, help="Turns of each number of processes.")
 @click.option("--loss", default="bce", show_default=True, type=click.Choice(["bce", "kvsall", "softmax"]))
