@@ -228,7 +228,7 @@ def tuning_table() -> str:
     lines = [
         "## Tuning",
         "",
-        "What was tried for the fast recipes, judged on valid alone. A line is one whole run with a cosine schedule",
+        "What was tried for the fast recipes, judged on valid alone. A line is one run, with a cosine schedule",
         "over its epochs; unless it says otherwise: TwoMult, 64 heads, 512 queries a batch, learning rate 0.003, the",
         "paper's dropouts, seed 0. Patched copies, not settings, are: a gain that begins elsewhere than at 1, dropout",
         "on the query vector, weight decay of the encoder, other second moments, and averages of the weights.",
