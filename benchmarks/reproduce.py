@@ -28,6 +28,7 @@ from sattle_dist.config import Config, ConfigError, load_toml, settings
 
 RESULT = record.RESULTS / "reproduction.json"
 CURVE_EPOCHS = 60
+TRIPLES_EPOCHS = 20  # an epoch of single triples takes several times as long
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Job:
     recipe: str
     settings: dict[str, Any] = field(default_factory=dict)
     folder: str = ""  # name of the run directory, where it is not the job's own
+    module: str = "sattle_dist.cli"  # what is run in place of `sattle`
 
     def config(self) -> Config:
         """Give the settings of the run."""
@@ -46,6 +48,11 @@ class Job:
         """Give the arguments of `sattle` that run it, but for places."""
         options = [word for name, value in self.settings.items() for word in (option(name), str(value))]
         return ["train", "--recipe", self.recipe, *options]
+
+    def command(self) -> str:
+        """Give what a user would type to run it, but for places."""
+        program = "sattle" if self.module == Job.module else f"python -m {self.module}"
+        return " ".join([program, *self.arguments()])
 
 
 def option(name: str) -> str:
@@ -64,6 +71,9 @@ def make_jobs() -> dict[str, Job]:
     for dim in (32, 64, 100):
         recipe = f"fb15k237-twomult-{dim}"
         jobs[f"curve-{dim}"] = Job(recipe, {"epochs": CURVE_EPOCHS}, folder=recipe)
+    jobs["curve-100-triples"] = Job(
+        "fb15k237-twomult-100", {"batch_size": 2048, "epochs": TRIPLES_EPOCHS}, module="benchmarks.triples"
+    )
     return jobs
 
 
@@ -79,7 +89,7 @@ def main(names: tuple[str, ...], runs: Path, shared_machine: bool, listed: bool)
     """Train the JOBs, one after the other, then collect all results under --runs and write the page."""
     if listed:
         for name, job in JOBS.items():
-            click.echo(f"{name:28s} sattle {' '.join(job.arguments())}")
+            click.echo(f"{name:28s} {job.command()}")
         return
     jobs, options = separate(names)
     for name in jobs:
@@ -116,7 +126,7 @@ def train(job: Job, run_dir: Path, options: list[str], *, shared_machine: bool) 
     run_dir.mkdir(parents=True, exist_ok=True)
     log = Sittings(run_dir / "sittings.json")
     log.begin(shared_machine, last_sign=(run_dir / "metrics.jsonl"))
-    command = [sys.executable, "-m", "sattle_dist.cli", *job.arguments(), "--out", str(run_dir), *options]
+    command = [sys.executable, "-m", job.module, *job.arguments(), "--out", str(run_dir), *options]
     code = subprocess.run(command, check=False).returncode
     log.end()
     return code
@@ -183,7 +193,7 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
         return None
     metrics, sittings = metrics[: asked.train.epochs], Sittings(run_dir / "sittings.json")
     result: dict[str, Any] = {
-        "command": " ".join(["sattle", *job.arguments()]),
+        "command": job.command(),
         "seed": ran.train.seed,
         "precision": ran.run.precision,
         "epochs": len(metrics),

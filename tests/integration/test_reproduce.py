@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 from benchmarks import reproduce, reproduction_page
 from benchmarks.reproduce import JOBS, Job, Sittings, collect
 from sattle_dist.config import to_toml
+from tests.graphs import random_splits, write_graph
 
 TEST = {"mrr": 0.3611, "hits@1": 0.2681, "hits@3": 0.3969, "hits@10": 0.5451}
 
@@ -86,10 +89,39 @@ def test_the_record_outlives_the_runs(tmp_path: Path) -> None:
 def test_a_curve_is_the_beginning_of_the_papers_run(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/fb15k237-twomult-32", JOBS["fb15k237-twomult-32"], 70, tested=False)
     page = shown(tmp_path / "runs")
-    assert line(page, "| 60 | 0.295") == "| 60 | 0.295 / 0.600 | 0.324 / not run yet | 0.331 / not run yet |"
+    missing = "0.331 / not run yet"
+    assert line(page, "| 60 | 0.295") == f"| 60 | 0.295 / 0.600 | 0.324 / not run yet | {missing} | {missing} |"
     assert "unfinished: epoch 70 of 1,500, valid MRR 0.700 at 70" in line(page, "| FB15k-237 | TwoMult | 32")
     assert reproduction_page.PLOT.exists()
     assert json.loads((tmp_path / "reproduction.json").read_text())["curve-32"]["epochs"] == 60
+
+
+def test_a_curve_of_single_triples_has_a_column(tmp_path: Path) -> None:
+    job = JOBS["curve-100-triples"]
+    write_run(tmp_path / "runs/curve-100-triples", job, job.config().train.epochs, tested=True)
+    page = shown(tmp_path / "runs")
+    assert line(page, "| 20 | 0.073").endswith("| 0.189 / not run yet | 0.189 / 0.200 |")
+    recorded = json.loads((tmp_path / "reproduction.json").read_text())["curve-100-triples"]
+    assert recorded["command"].startswith("python -m benchmarks.triples train --recipe fb15k237-twomult-100 ")
+
+
+def test_single_triples_train_as_their_queries_do_where_nothing_is_dropped(tmp_path: Path) -> None:
+    """With one batch an epoch and without dropout, both are the same training."""
+    splits = random_splits(3, num_entities=20, num_relations=2, num_triples=150)
+    graph = write_graph(tmp_path / "graph", splits, num_entities=20, num_relations=2)
+    settings = ["--dim 8 --num-heads 2 --dim-key 4 --dim-value 4 --dim-hidden 8 --epochs 3 --batch-size 1000"]
+    settings += [f"--dropout-{site} 0" for site in ("input", "attention", "output", "hidden")]
+    losses = []
+    for module in ("sattle_dist.cli", "benchmarks.triples"):
+        out = tmp_path / module
+        arguments = f"train --graph {graph} --out {out} --loss bce --threads 1 {' '.join(settings)}".split()
+        done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        losses.append([json.loads(text)["loss"] for text in (out / "metrics.jsonl").read_text().splitlines()])
+        num_queries = 2 * len(splits["train"]) if module == "benchmarks.triples" else None
+        assert num_queries is None or f"training triples in {num_queries} queries" in done.stdout
+    assert losses[0][0] > losses[0][2]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("changed", [{"num_heads": 8}, {"seed": 1}, {"learning_rate": 0.5}, {"epochs": 7}])
