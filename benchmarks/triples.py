@@ -2,7 +2,7 @@
 
 python -m benchmarks.triples train --recipe fb15k237-twomult-100 --batch-size 2048 --epochs 20 --out runs/triples
 
-sattle-dist trains the triples of a query together: the same loss at 3.6 times less work on FB15k-237, but with one dropout
+sattle-dist trains the triples of a query together: the same loss at 3.6 times less work on FB15k-237, but one dropout
 mask for all of them. This measures what that changes. One process only: others would be started without it.
 """
 
