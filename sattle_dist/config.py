@@ -101,6 +101,9 @@ class TrainConfig:
         least=0,
         most=100,
     )
+    teacher_weight: float = setting(
+        1.0, "How much the word of a --teacher on the other candidates counts beside the targets.", least=0, most=100
+    )
     seed: int = setting(0, "Seed of every random choice.", least=0, most=2**63 - 1)
 
 
@@ -166,6 +169,11 @@ class RunConfig:
     )
     grow_from: str = setting(
         "", "Begin with what this run has learnt; its graph may have grown since by sattle-ingest --append-to."
+    )
+    teacher: str = setting(
+        "",
+        "Learn from the scores of this run besides: it must be of the same graph, its model may be another "
+        "(losses softmax and filtered).",
     )
     max_restarts: int = setting(
         0, "How often to start all processes again, from the last checkpoint, when one has failed.", least=0

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from sattle_dist.config import Config
+from sattle_dist.config import Config, ModelConfig
 from sattle_dist.counting import Sizes
 from sattle_dist.data import STEPS_PER_PLAN, part_size
 from sattle_dist.decoder import make_decoder
@@ -45,6 +45,7 @@ class Workload:
     num_queries: int
     world_size: int
     cuda: bool = False
+    teacher: ModelConfig | None = None  # the model of the run's teacher
 
     @property
     def dim(self) -> int:
@@ -105,12 +106,23 @@ class Workload:
         return score_budget(self.config.run.score_memory, torch.device("cuda" if self.cuda else "cpu"))
 
     @property
+    def num_scorers(self) -> int:
+        """How many models score the candidates: this one, and its teacher if it has one."""
+        return 1 if self.teacher is None else 2
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether softmax keeps all scores of the shard between its two passes, or forms them twice."""
-        return self.num_rows * self.num_scored * FLOAT <= self.score_budget
+        return self.num_scorers * self.num_rows * self.num_scored * FLOAT <= self.score_budget
+
+    def as_teacher(self) -> Workload | None:
+        """Give the teacher's workload, as if it were trained; None where there is no teacher."""
+        if self.teacher is None:
+            return None
+        return replace(self, config=replace(self.config, model=self.teacher), teacher=None)
 
 
-STATE = ("entity rows and biases", "their gradients", "their optimizer state", "encoder, decoder, relations")
+STATE = ("entity rows and biases", "their gradients", "their optimizer state", "encoder, decoder, relations", "teacher")
 """The parts of the memory that live as long as the run."""
 
 
@@ -122,12 +134,19 @@ def memory_parts(work: Workload) -> dict[str, int]:
         "their gradients": table,
         "their optimizer state": 2 * table,
         "encoder, decoder, relations": 4 * replicated + FLOAT * (work.num_replicated - work.num_replicated_trained),
+        "teacher": teacher_bytes(work),
         "activations of the encoder": activation_bytes(work) + kept_bytes(work),
         "query vectors": query_bytes(work),
         "score buffer": score_bytes(work),
         "batch plans": plan_bytes(work),
         "libraries": CUDA_CONTEXT if work.cuda else PROCESS + WORKSPACE,
     }
+
+
+def teacher_bytes(work: Workload) -> int:
+    """Count the teacher's parameters, and the buckets that DistributedDataParallel makes for gradients it never has."""
+    teacher = work.as_teacher()
+    return FLOAT * (teacher.num_table + 2 * teacher.num_replicated) if teacher else 0
 
 
 def activation_bytes(work: Workload) -> int:
@@ -170,9 +189,9 @@ def score_bytes(work: Workload) -> int:
     """Count the score buffer: all scores of the shard where softmax keeps them, else one block of rows."""
     row = work.num_scored * FLOAT
     if work.config.train.loss in SOFTMAXES and work.keeps_scores:
-        return work.num_rows * row
+        return work.num_scorers * work.num_rows * row
     most = work.score_budget if work.cuda else min(work.score_budget, CACHE_BYTES)
-    return min(max(1, most // row), work.num_rows) * row
+    return work.num_scorers * min(max(1, most // (work.num_scorers * row)), work.num_rows) * row
 
 
 def plan_bytes(work: Workload) -> int:
@@ -243,7 +262,11 @@ def bytes_sent(work: Workload) -> dict[str, float]:
         "batch plan": INT * (targets + work.num_own * away + others * (work.num_own + 4)),
     }
     if work.config.train.loss in SOFTMAXES:  # a maximum and a sum per query; filtered has its targets' pull besides
-        sent["softmax"] = others * (2 + (work.config.train.loss == "filtered")) * work.num_scored * FLOAT
+        numbers = 2 * work.num_scorers + (work.config.train.loss == "filtered")
+        sent["softmax"] = others * numbers * work.num_scored * FLOAT
+    if work.teacher:
+        sent["queries"] += others * work.num_own * work.teacher.dim * FLOAT
+        sent["source rows"] += work.num_own * away * work.teacher.dim * FLOAT
     return sent
 
 
@@ -251,8 +274,9 @@ def num_messages(work: Workload) -> int:
     """Count the exchanges of a step that wait for one another."""
     small = 2 * len(norm_widths(work)) + {"softmax": 1, "filtered": 2}.get(work.config.train.loss, 0)
     rows_and_vectors = 4
+    of_teacher = 3 if work.teacher else 0  # its rows, its vectors, its maximum and sum
     ring = 2 * (work.world_size - 1)
-    return small + rows_and_vectors + ring if work.world_size > 1 else 0
+    return small + rows_and_vectors + of_teacher + ring if work.world_size > 1 else 0
 
 
 def norm_widths(work: Workload) -> list[int]:
@@ -268,18 +292,24 @@ def encoder_flops(work: Workload) -> float:
     decoder = d**3 if read == 2 else 0
     per_query = attention + 2 * read * d * model.dim_hidden + decoder
     per_step = h * v * d * (d + 1)  # value and output projection, multiplied once
-    return 3 * 2 * (work.num_own * per_query + per_step)
+    teacher = work.as_teacher()
+    forward_of_teacher = encoder_flops(teacher) / 3 if teacher else 0
+    return 3 * 2 * (work.num_own * per_query + per_step) + forward_of_teacher
 
 
 def score_flops(work: Workload) -> float:
     """Count the operations of scoring all queries against one shard, with the gradients of rows and queries."""
     forms_twice = work.config.train.loss in SOFTMAXES and not work.keeps_scores
-    return 2 * (4 if forms_twice else 3) * work.num_rows * work.num_scored * work.dim
+    scores = 2 * work.num_rows * work.num_scored  # operations per number of a row
+    of_teacher = (2 if forms_twice else 1) * scores * work.teacher.dim if work.teacher else 0
+    return (4 if forms_twice else 3) * scores * work.dim + of_teacher
 
 
 def score_traffic(work: Workload) -> float:
     """Count the bytes of scores that pass through memory where no cache holds them: written, read, by each pass."""
     passes = 7 if work.config.train.loss in SOFTMAXES else 5
+    if work.teacher:  # its scores: written, raised, read; ours: weighed, joined with them
+        passes += 9
     return passes * FLOAT * work.num_rows * work.num_scored
 
 

@@ -20,7 +20,7 @@ from sattle_dist.model import QueryModel
 from sattle_dist.randomness import draw_masks
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import ShardedTable
-from sattle_dist.task import ShardTask
+from sattle_dist.task import ShardTask, Teacher
 
 MIB = 1 << 20
 
@@ -49,6 +49,7 @@ class Learner:
             group=group,
             product_dtype=self.product_dtype,
         )
+        self.teacher: Learner | None = None  # set from outside, where there is one
         decayed = [self.table.rows]
         others = [p for _, p in self.named_parameters() if p is not self.table.rows]
         self.optimizer = torch.optim.AdamW(  # without weight decay: Adam
@@ -82,6 +83,7 @@ class Learner:
             query_weight=batch.query_weight,
             total_weight=batch.total_weight,
             target_weight=batch.target_weight,
+            teacher=self.teacher.teach(batch, self.config.train.teacher_weight) if self.teacher else None,
         )
         loss, grad_query = self.loss(task, *self.table.allocate_gradients(), report=report)
         query.backward(self.group.reduce_scatter(grad_query, "query gradients").to(query.dtype))
@@ -92,6 +94,18 @@ class Learner:
             parameter_group["lr"] = rate
         self.optimizer.step()
         return loss
+
+    @torch.no_grad()
+    def teach(self, batch: Batch, weight: float) -> Teacher:
+        """Be the teacher of a batch: give this model's queries and this rank's shard. Every rank must call it."""
+        with self.autocast():
+            query = self.encode(self.table.lookup(batch.lookup), batch.relation)
+        return Teacher(
+            query=self.group.all_gather(query.float(), "queries"),
+            rows=self.table.rows.detach(),
+            bias=self.table.bias.detach(),
+            weight=weight,
+        )
 
     def autocast(self) -> torch.autocast:
         """Round the factors of the encoder's products where --precision asks for it."""

@@ -12,10 +12,12 @@ W = sum_i w_i; e is the smoothing. Where queries weigh less than their targets n
                   with z_ti = x_ti - logsumexp_{j not in T_i} x_ji: without smoothing, the softmax of each target among
                   the candidates that the filtered evaluation leaves it; targets of one query do not compete
 
+A teacher (another run, frozen) with scores y and p = softmax_j(y) adds c sum_i w_i sum_j -p_ji log softmax_j(x)_ji / W
+to softmax and filtered: its word on how candidates compare, over all of them (softmax) or all but T_i (filtered).
+
 Loss and gradients are formed together, block of rows by block of rows, in one reused buffer: sigmoid or exp2 overwrites
 the scores, then two products give the gradients of E and q. Weights are multiplied into q, never into the block; the
-targets and the term with u are added apart, sparse and in closed form. `dense_loss` is the same in plain torch, for
-tests.
+targets and the term with u are added apart, sparse and in closed form. dense.py has the same in plain torch, for tests.
 
 Shapes: G queries of the global batch, S rows of this shard, D dim, P targets in this shard.
 """
@@ -30,9 +32,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sattle_dist.collectives import Group
-from sattle_dist.task import ShardTask
+from sattle_dist.gradients import Block, Gradients, product
+from sattle_dist.task import Scorer, ShardTask
 
 NO_RIVAL = 1e30  # a margin that no two scores have
+NOTHING = torch.finfo(torch.float32).min / 2  # the largest score of no candidates
 CACHE_BYTES = 4 << 20  # scores that a CPU's caches hold between the products that write and read them
 LOG2_E = math.log2(math.e)
 SOFTMAXES = ("softmax", "filtered")  # losses that normalise over all scores; a query's are free up to a constant
@@ -67,16 +71,17 @@ class OneToAllLoss:
         Both results are this shard's parts, to be summed over the ranks. The loss is None unless `report` is set: for
         bce and kvsall its softplus is the costliest function of the step. Every rank must call it.
         """
-        gradients = _Gradients(task, grad_rows, grad_bias, self.product_dtype)
+        gradients = Gradients(task, grad_rows, grad_bias, self.product_dtype)
         compute = {"softmax": self._softmax, "filtered": self._filtered}.get(self.name, self._bce)
         return compute(task, gradients, report), gradients.grad_query
 
-    def _bce(self, task: ShardTask, gradients: _Gradients, report: bool) -> Tensor | None:
+    def _bce(self, task: ShardTask, gradients: Gradients, report: bool) -> Tensor | None:
         scale = 1 / (self.num_entities * task.total_weight)
         uniform = 1 / self.num_entities if self.smoothing else 0.0
         penalty = torch.zeros_like(task.query_weight, dtype=torch.float64)
         for block in self._cut(task, keep=False):
-            x = self._score(task, block, task.query)
+            x, bias = block.x, task.bias[block.rows, None]
+            product(task.rows[block.rows], task.query.T, plus=bias, out=x, dtype=self.product_dtype)
             if report:
                 for part in torch.split(x, max(1, CACHE_BYTES // task.row_bytes)):
                     penalty += F.softplus(part).sum(0)
@@ -86,19 +91,20 @@ class OneToAllLoss:
             return None
         return (penalty @ task.query_weight.double() - self._rewards(task, uniform)) * scale
 
-    def _softmax(self, task: ShardTask, gradients: _Gradients, report: bool) -> Tensor | None:
+    def _softmax(self, task: ShardTask, gradients: Gradients, report: bool) -> Tensor | None:
         scale = 1 / task.total_weight
         uniform = self.smoothing / self.num_entities
         powers = self._sum_powers(task, struck_out=False)
-        self._add_shares(task, gradients, powers, task.query_weight * scale)
+        lesson = self._heed(task, powers, report)
+        self._add_shares(task, gradients, powers, task.query_weight * scale, lesson)
         gradients.finish(uniform * scale, task.target_weights() * ((self.smoothing - 1) * scale))
         if not report:
             return None
         log_sum = powers.log_sum().double() @ task.query_weight.double()
         share = len(task.rows) / self.num_entities  # the logsumexp is global: each shard counts a share of it
-        return (log_sum * share - self._rewards(task, uniform)) * scale
+        return (log_sum * share - self._rewards(task, uniform)) * scale + (lesson.loss if lesson else 0)
 
-    def _filtered(self, task: ShardTask, gradients: _Gradients, report: bool) -> Tensor | None:
+    def _filtered(self, task: ShardTask, gradients: Gradients, report: bool) -> Tensor | None:
         scale, query = 1 / task.total_weight, task.targets.query
         others = self._sum_powers(task, struck_out=True)
         margin = self._target_scores(task) - others.log_sum()[query]  # z [P]
@@ -106,19 +112,30 @@ class OneToAllLoss:
         pull = weight * (1 - self.smoothing - margin.sigmoid()) * scale  # [P]
         own = torch.zeros_like(task.query_weight).index_add_(0, query, pull)
         push = self.group.all_gather(own[None], "softmax").sum(0)  # [G] the targets of a query lie in many shards
-        self._add_shares(task, gradients, others, push)
+        lesson = self._heed(task, others, report)
+        self._add_shares(task, gradients, others, push, lesson)
         gradients.finish(0.0, -pull)
         if not report:
             return None
         losses = (1 - self.smoothing) * F.softplus(-margin) + self.smoothing * F.softplus(margin.clamp_max(NO_RIVAL))
-        return losses.double() @ weight.double() * scale
+        return losses.double() @ weight.double() * scale + (lesson.loss if lesson else 0)
 
-    def _sum_powers(self, task: ShardTask, *, struck_out: bool) -> _Powers:
-        """Sum 2^x over all candidates of all shards, but for a query's targets where they are struck out."""
-        keep = len(task.rows) * task.row_bytes <= self.budget
-        powers = _Powers(blocks=self._cut(task, keep=keep), query=task.query * LOG2_E, struck_out=struck_out)
+    def _sum_powers(self, task: ShardTask, *, struck_out: bool, scorer: Scorer | None = None) -> _Powers:
+        """Sum 2^x over all candidates of all shards, but for a query's targets where they are struck out.
+
+        The scores are the task's own, or its teacher's, which have a place of their own in the buffer.
+        """
+        keep = len(task.rows) * task.row_bytes * task.num_scorers <= self.budget
+        scorer, place = (scorer, 1) if scorer else (task, 0)
+        powers = _Powers(
+            blocks=self._cut(task, keep=keep, place=place),
+            query=scorer.query * LOG2_E,
+            rows=scorer.rows,
+            bias=scorer.bias,
+            struck_out=struck_out,
+        )
         # Finite, as a shard may hold nothing but struck out candidates: their -inf less this is still -inf.
-        top = torch.full_like(task.query_weight, torch.finfo(task.query_weight.dtype).min / 2)
+        top = torch.full_like(task.query_weight, NOTHING)
         total = torch.zeros_like(top)  # sum_j 2^(x_ji - top_i) over the blocks so far
         for block in powers.blocks:
             x = self._score_powers(task, block, powers)
@@ -136,19 +153,52 @@ class OneToAllLoss:
             powers.total.clamp_min_(torch.finfo(top.dtype).tiny)
         return powers
 
-    def _add_shares(self, task: ShardTask, gradients: _Gradients, powers: _Powers, factor: Tensor) -> None:
-        """Add each candidate's share of the sum of its query, times factor [G], to the gradients."""
-        for i, block in enumerate(powers.blocks):
-            if powers.kept_tops:  # the block still holds 2^(x - top), with the top of its time
-                held = torch.exp2(powers.kept_tops[i] - powers.top) / powers.total
-                gradients.add(block, block.x, factor * held)
-            else:
-                x = self._score_powers(task, block, powers).sub_(powers.top + powers.total.log2())
-                gradients.add(block, x.exp2_(), factor)
+    def _add_shares(
+        self, task: ShardTask, gradients: Gradients, powers: _Powers, factor: Tensor, lesson: _Lesson | None
+    ) -> None:
+        """Add each candidate's share of the sum of its query, times factor [G], to the gradients.
 
-    def _score_powers(self, task: ShardTask, block: _Block, powers: _Powers) -> Tensor:
+        Where there is a lesson: and its weight [G] times what the share exceeds the teacher's by.
+        """
+        if lesson:
+            factor = factor + lesson.weight
+        for i, block in enumerate(powers.blocks):
+            y, scale = self._shares(task, powers, i)
+            if lesson:  # into one matrix, so that the products with it are formed once
+                theirs, their_scale = self._shares(task, lesson.powers, i)
+                y.mul_(factor * scale).addcmul_(theirs, -lesson.weight * their_scale)
+                gradients.add(block, y, torch.ones_like(factor))
+            else:
+                gradients.add(block, y, factor * scale)
+
+    def _shares(self, task: ShardTask, powers: _Powers, i: int) -> tuple[Tensor, Tensor]:
+        """Give the shares of block i as a matrix [rows, G] in the buffer, and a factor [G] to multiply it by."""
+        if powers.kept_tops:  # the block still holds 2^(x - top), with the top of its time
+            return powers.blocks[i].x, torch.exp2(powers.kept_tops[i] - powers.top) / powers.total
+        x = self._score_powers(task, powers.blocks[i], powers).sub_(powers.top + powers.total.log2())
+        return x.exp2_(), torch.ones_like(powers.total)
+
+    def _heed(self, task: ShardTask, own: _Powers, report: bool) -> _Lesson | None:
+        """Take the lesson of the task's teacher, if it has one, before our own shares are added and overwritten."""
+        if task.teacher is None:
+            return None
+        theirs = self._sum_powers(task, struck_out=own.struck_out, scorer=task.teacher)
+        lesson = _Lesson(powers=theirs, weight=task.query_weight * (task.teacher.weight / task.total_weight))
+        if report:
+            mean = torch.zeros_like(lesson.weight, dtype=torch.float64)  # of x by the teacher's shares, in this shard
+            for i, block in enumerate(theirs.blocks):
+                y, scale = self._shares(task, theirs, i)
+                mean += (((y.T @ task.rows[block.rows]) * task.query).sum(1) + task.bias[block.rows] @ y) * scale
+            log_sum = torch.where(own.has_candidates(), own.log_sum(), 0).double()
+            share = len(task.rows) / self.num_entities
+            lesson.loss = (log_sum * share - mean) @ lesson.weight.double()
+        return lesson
+
+    def _score_powers(self, task: ShardTask, block: Block, powers: _Powers) -> Tensor:
         """Fill a block with its scores, as powers of two, targets struck out if they are to be."""
-        x = self._score(task, block, powers.query, LOG2_E)
+        bias = powers.bias[block.rows, None] * LOG2_E
+        product(powers.rows[block.rows], powers.query.T, plus=bias, out=block.x, dtype=self.product_dtype)
+        x = block.x
         if powers.struck_out:
             query, row = task.targets.between(block.rows.start, block.rows.stop)
             x[row - block.rows.start, query] = -torch.inf
@@ -168,35 +218,24 @@ class OneToAllLoss:
         pieces = [(task.query[q] * task.rows[r]).sum(1) + task.bias[r] for q, r in task.targets.pieces()]
         return torch.cat(pieces)
 
-    def _cut(self, task: ShardTask, *, keep: bool) -> list[_Block]:
-        """Cut the shard into blocks whose scores fit a cache; all in one place of the buffer, unless they are kept."""
+    def _cut(self, task: ShardTask, *, keep: bool, place: int = 0) -> list[Block]:
+        """Cut the shard into blocks whose scores fit a cache; all in one place of the buffer, unless they are kept.
+
+        The buffer has a part for each scorer; `place` says whose.
+        """
         num_queries, num_rows = len(task.query), len(task.rows)
         most = self.budget if task.rows.is_cuda else min(self.budget, CACHE_BYTES)
-        size = min(max(1, most // task.row_bytes), num_rows)
-        needed = (num_rows if keep else size) * num_queries
-        if self._buffer.numel() < needed:
-            self._buffer = task.query.new_empty(needed)
+        size = min(max(1, most // (task.row_bytes * task.num_scorers)), num_rows)
+        part = (num_rows if keep else size) * num_queries
+        if self._buffer.numel() < part * task.num_scorers:
+            self._buffer = task.query.new_empty(part * task.num_scorers)
         blocks = []
         for start in range(0, num_rows, max(1, size)):
             stop = min(start + size, num_rows)
-            first = start * num_queries if keep else 0
+            first = place * part + (start * num_queries if keep else 0)
             x = self._buffer[first : first + (stop - start) * num_queries].view(stop - start, num_queries)
-            blocks.append(_Block(rows=slice(start, stop), x=x))
+            blocks.append(Block(rows=slice(start, stop), x=x))
         return blocks
-
-    def _score(self, task: ShardTask, block: _Block, query: Tensor, unit: float = 1.0) -> Tensor:
-        """Fill a block with its scores, times `unit` where the queries have been multiplied by it."""
-        rows, bias = task.rows[block.rows], task.bias[block.rows, None] * unit
-        product(rows, query.T, plus=bias, out=block.x, dtype=self.product_dtype)
-        return block.x
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Some rows of the shard, and the place of their scores x [rows, G] in the buffer."""
-
-    rows: slice
-    x: Tensor
 
 
 @dataclass(kw_only=True)
@@ -205,8 +244,10 @@ class _Powers:
 
     # Powers of two: e^x = 2^(x log2 e). On a CPU torch's exp2 is three times as fast as its exp, and does not get
     # thirty times slower where it underflows.
-    blocks: list[_Block]
+    blocks: list[Block]
     query: Tensor  # [G, D] times log2 e
+    rows: Tensor  # [S, D]
+    bias: Tensor  # [S]
     struck_out: bool  # a query's targets are no candidates
     kept_tops: list[Tensor] = field(default_factory=list)  # [G] per block, where the blocks are kept
     top: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -216,95 +257,15 @@ class _Powers:
         """Give the logsumexp [G] of the scores."""
         return (self.top + self.total.log2()) / LOG2_E
 
-
-class _Gradients:
-    """The gradients of E, b and q: the derivative of the loss by the scores is y * factor [G], given by blocks."""
-
-    def __init__(self, task: ShardTask, grad_rows: Tensor, grad_bias: Tensor, product_dtype: torch.dtype) -> None:
-        self.task, self.product_dtype = task, product_dtype
-        self.grad_rows, self.grad_bias = grad_rows, grad_bias
-        self.grad_query = torch.zeros_like(task.query)
-        self.part = torch.empty_like(task.query)
-
-    def add(self, block: _Block, y: Tensor, factor: Tensor) -> None:
-        """Overwrite the gradients of the block's rows and add their part to the gradient of q."""
-        dtype, rows = self.product_dtype, self.task.rows[block.rows]
-        weighted = self.task.query * factor[:, None]  # [G, D]
-        torch.mv(y, factor, out=self.grad_bias[block.rows])
-        y = y.to(dtype)  # once for both products
-        product(y, weighted, plus=None, out=self.grad_rows[block.rows], dtype=dtype)
-        product(y.T, rows, plus=None, out=self.part, dtype=dtype)
-        self.grad_query.addcmul_(self.part, factor[:, None])
-
-    def finish(self, uniform: float, hits: Tensor) -> None:
-        """Add the closed form of the term with u, and hits [P], the derivatives by the targets' scores."""
-        task, grad_query = self.task, self.grad_query
-        if uniform:
-            weight = task.query_weight * uniform
-            grad_query -= weight[:, None] * task.rows.sum(0)
-            self.grad_rows -= weight @ task.query
-            self.grad_bias -= weight.sum()
-        for query, row, hit in task.targets.pieces(hits):
-            grad_query.index_add_(0, query, task.rows[row] * hit[:, None])
-            self.grad_rows.index_add_(0, row, task.query[query] * hit[:, None])
-            self.grad_bias.index_add_(0, row, hit)
+    def has_candidates(self) -> Tensor:
+        """Tell of each query [G] whether anything was summed."""
+        return self.top > NOTHING / 2
 
 
-def product(a: Tensor, b: Tensor, *, plus: Tensor | None, out: Tensor, dtype: torch.dtype) -> None:
-    """Set out = a @ b + plus; the factors are rounded to `dtype`, the sums are in out's own."""
-    if dtype != out.dtype:
-        a, b = a.to(dtype), b.to(dtype)
-        if a.is_cuda:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-            if plus is not None:
-                out += plus
-        else:  # a CPU sums in float32 too, but its result is rounded once more
-            rounded = torch.mm(a, b)
-            out.copy_(rounded) if plus is None else torch.add(rounded, plus, out=out)
-    elif plus is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(plus, a, b, out=out)
+@dataclass(kw_only=True)
+class _Lesson:
+    """What the teacher says of the candidates, and what it weighs."""
 
-
-def dense_loss(
-    name: str,
-    query: Tensor,
-    rows: Tensor,
-    bias: Tensor,
-    targets: list[list[int]],
-    smoothing: float,
-    weight_power: float = 1.0,
-) -> Tensor:
-    """State the losses plainly: full scores [G, N], dense labels, one example per triple (kvsall: per query).
-
-    A triple whose query has k targets weighs k ** (weight_power - 1) in the mean over the examples.
-    """
-    scores = query @ rows.T + bias
-    num_entities = len(rows)
-    if name == "kvsall":
-        labels = torch.zeros_like(scores)
-        for i, ids in enumerate(targets):
-            labels[i, ids] = 1
-        examples, weight = scores, scores.new_ones(len(targets))
-    else:
-        place = torch.tensor([i for i, ids in enumerate(targets) for _ in ids])
-        target = torch.tensor([t for ids in targets for t in ids])
-        examples = scores[place]
-        weight = scores.new_tensor([len(targets[i]) ** (weight_power - 1) for i in place])
-        if name == "softmax":
-            losses = F.cross_entropy(examples, target, label_smoothing=smoothing, reduction="none")
-            return (losses * weight).sum() / weight.sum()
-        if name == "filtered":
-            known = torch.zeros_like(examples, dtype=torch.bool)
-            for example, i in enumerate(place):
-                known[example, targets[i]] = True
-            others = examples.masked_fill(known, -torch.inf).logsumexp(1)
-            margin = examples.gather(1, target[:, None])[:, 0] - others
-            label = torch.full_like(margin, 1 - smoothing)
-            return F.binary_cross_entropy_with_logits(margin, label, weight, reduction="sum") / weight.sum()
-        labels = F.one_hot(target, num_entities).to(scores.dtype)
-    if smoothing:
-        labels = (1 - smoothing) * labels + 1 / num_entities
-    losses = F.binary_cross_entropy_with_logits(examples, labels, reduction="none").mean(1)
-    return (losses * weight).sum() / weight.sum()
+    powers: _Powers
+    weight: Tensor  # [G] that of the query, times the teacher's, over W
+    loss: Tensor | int = 0  # this shard's part, where it is reported

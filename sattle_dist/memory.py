@@ -10,7 +10,7 @@ import torch
 
 from sattle_dist import costs
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError
+from sattle_dist.config import Config, ConfigError, ModelConfig, load_toml
 from sattle_dist.costs import Workload
 from sattle_dist.graph import Graph
 from sattle_dist.runtime import Place
@@ -101,10 +101,21 @@ def require_fits(config: Config, graph: Graph, group: Group, device: torch.devic
         num_queries=len(index),
         world_size=group.world_size,
         cuda=device.type == "cuda",
+        teacher=teacher_model(config),
     )
     problems = group.gather_objects(find_problem(work, Place.from_environment().local_world_size, device))
     if problem := next(filter(None, problems), ""):
         raise ConfigError(problem)
+
+
+def teacher_model(config: Config) -> ModelConfig | None:
+    """Read which model the teacher has that a config names; one that cannot be read is refused where it is opened."""
+    if not config.run.teacher:
+        return None
+    try:
+        return load_toml(Path(config.run.teacher) / "config.toml", Config()).model
+    except ConfigError:
+        return None
 
 
 def find_problem(work: Workload, num_local: int, device: torch.device) -> str:

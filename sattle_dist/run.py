@@ -159,8 +159,8 @@ def choose_checkpoint(run_dir: Path, which: str, group: Group) -> Path:
     return run_dir / "checkpoints" / str(name)
 
 
-def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "best") -> tuple[Learner, Graph, Config]:
-    """Open a trained run, to evaluate or predict. Every rank must call it.
+def read_run(run_dir: Path, group: Group, which: str) -> tuple[Path, dict[str, Any], Config]:
+    """Find a checkpoint of a run and check every byte; give it, its facts and its config. Every rank must call it.
 
     `which` is `best` (by validation MRR; the newest checkpoint where nothing was evaluated), `latest`, or a name.
     """
@@ -174,6 +174,12 @@ def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "be
         config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(folder))
     except ConfigError as error:
         raise CheckpointError(f"{folder} was written by another release: {error}") from None
+    return folder, facts, config
+
+
+def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "best") -> tuple[Learner, Graph, Config]:
+    """Open a trained run, to evaluate or predict; `which` is as for `read_run`. Every rank must call it."""
+    folder, facts, config = read_run(run_dir, group, which)
     graph = open_graph(run_dir, config, facts)
     learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
     checkpoint.load(learner, folder, with_optimizer=False, facts=facts)

@@ -159,7 +159,8 @@ def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -
     # Of the settings that change no number, those that change which exchanges are made.
     names = ("precision", "save_every", "saving", "score_memory", "resume")
     mine |= {name: getattr(config.run, name) for name in names}
-    mine["grow_from"] = bool(config.run.grow_from)  # the path itself may differ between machines
+    for name in ("grow_from", "teacher"):  # the path itself may differ between machines
+        mine[name] = bool(getattr(config.run, name))
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

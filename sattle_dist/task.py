@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,6 +50,27 @@ class ShardTargets:
         return zip(*(torch.split(x, TARGETS_AT_ONCE) for x in (self.query, self.row, *values)), strict=True)
 
 
+class Scorer(Protocol):
+    """Whatever scores entities: x_ji = rows_j . query_i + bias_j."""
+
+    @property
+    def query(self) -> Tensor: ...  # [G, D]
+    @property
+    def rows(self) -> Tensor: ...  # [S, D]
+    @property
+    def bias(self) -> Tensor: ...  # [S]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """Another model's scores of the same candidates, and how much they count; its dim may be another."""
+
+    query: Tensor  # [G, D']
+    rows: Tensor  # [S, D']
+    bias: Tensor  # [S]
+    weight: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardTask:
     """What the loss is computed from: one shard's rows, and all queries of the global batch."""
@@ -60,12 +82,18 @@ class ShardTask:
     query_weight: Tensor  # [G]
     total_weight: float  # W
     target_weight: Tensor | None = None  # [G] v; None: 1
+    teacher: Teacher | None = None
 
     def target_weights(self) -> Tensor:
         """Give the weight v [P] of each target in this shard."""
         if self.target_weight is None:
             return self.query_weight.new_ones(len(self.targets.query))
         return self.target_weight[self.targets.query]
+
+    @property
+    def num_scorers(self) -> int:
+        """How many models score the candidates: this one, and its teacher if it has one."""
+        return 1 if self.teacher is None else 2
 
     @property
     def row_bytes(self) -> int:

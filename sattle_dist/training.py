@@ -40,8 +40,9 @@ def start(config: Config) -> int:
             raise ConfigError(f"{graph.path} has no training triples")
         if config.eval.patience and not config.eval.eval_every:
             raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
-        grow_from = str(Path(config.run.grow_from).absolute()) if config.run.grow_from else ""
-        config = config.override({"graph": str(graph.path), "nproc": nproc, "grow_from": grow_from}, "command line")
+        others = {name: getattr(config.run, name) for name in ("grow_from", "teacher")}
+        places = {name: str(Path(place).absolute()) for name, place in others.items() if place}
+        config = config.override({"graph": str(graph.path), "nproc": nproc, **places}, "command line")
         if restarted():
             config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time
         alone = nproc == 1 and (not config.run.max_restarts or Whereabouts.from_environment() is not None)
@@ -149,6 +150,8 @@ def describe(trainer: Trainer) -> None:
             f"resuming after epoch {trainer.epoch} of {config.train.epochs}{steps}, from {trainer.resumed_from}"
             + (f" (restart {restarted()})" if restarted() else "")
         )
+    if teacher := trainer.lineage.get("teacher"):
+        click.echo(f"learning from {teacher['checkpoint']} of {teacher['run']} besides")
     if grown := trainer.lineage.get("grown_from"):
         click.echo(
             f"begun from {grown['checkpoint']} of {grown['run']}, with its {grown['num_entities']:,} entities and "

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sattle_dist.costs import Workload
     from sattle_dist.plan import Plan
 
-RUN_SETTINGS = ("device", "threads", "score_memory", "saving", "keep")
+RUN_SETTINGS = ("device", "threads", "score_memory", "saving", "keep", "teacher")
 TRAIN_SETTINGS = ("loss", "batch_size")
 
 
@@ -84,6 +84,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     """Read the sizes from a graph or from the options."""
     from sattle_dist.costs import Workload
     from sattle_dist.graph import Graph
+    from sattle_dist.memory import teacher_model
     from sattle_dist.units import parse_count
 
     counts = {name: options[name] for name in ("entities", "relations", "triples", "queries") if options[name]}
@@ -116,7 +117,10 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
         num_queries=sizes[3],
         world_size=devices,
         cuda=uses_cuda(config, options),
+        teacher=teacher_model(config),
     )
+    if config.run.teacher and work.teacher is None:
+        raise ConfigError(f"--teacher {config.run.teacher} is no run: it has no readable config.toml")
     return work, assumptions
 
 
@@ -187,7 +191,7 @@ def render(plan: Plan) -> str:
     def table(rows: dict[str, str]) -> list[str]:
         return [f"  {name:<38}{value:>14}" for name, value in rows.items()]
 
-    sizes = {name: size_text(n) for name, n in plan.parts.items()}
+    sizes = {name: size_text(n) for name, n in plan.parts.items() if n}
     peaks = {f"peak when {name}": size_text(n) for name, n in plan.peaks.items()}
     host = {"memory of the host": size_text(plan.host)} if plan.host else {}
     fit = "fits" if plan.fits else "DOES NOT FIT"

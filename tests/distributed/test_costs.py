@@ -20,7 +20,8 @@ from tests.graphs import write_graph
 from tests.processes import run_processes
 
 N, R, BATCH = 131, 3, 16
-CASES = [("bce", "twomult"), ("softmax", "tucker"), ("filtered", "twomult")]
+CASES = [("bce", "twomult", 0), ("softmax", "tucker", 0), ("filtered", "twomult", 0), ("filtered", "twomult", 7)]
+"""Loss, decoder, and the dim of the teacher, if there is one."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_graph(tmp_path_factory.mktemp("g") / "ring", {"train": triples}, num_entities=N, num_relations=R)
 
 
-def make_work(loss: str, decoder: str, world_size: int) -> Workload:
+def make_work(loss: str, decoder: str, world_size: int, teacher_dim: int = 0) -> Workload:
     return Workload(
+        teacher=make_config(loss, decoder, dim=teacher_dim).model if teacher_dim else None,
         config=make_config(loss, decoder, batch_size=BATCH),
         num_entities=N,
         num_relations=R,
@@ -44,8 +46,10 @@ def make_work(loss: str, decoder: str, world_size: int) -> Workload:
 def count(group: Group, path: Path) -> list[dict[str, Any]]:
     """Take the 16 whole batches of an epoch that are planned at once; give what each case sent, and its exchanges."""
     results = []
-    for loss, decoder in CASES:
+    for loss, decoder, teacher_dim in CASES:
         learner, batches = make_learner(make_config(loss, decoder, batch_size=BATCH), Graph.open(path), group)
+        if teacher_dim:
+            learner.teacher, _ = make_learner(make_config(loss, decoder, dim=teacher_dim), Graph.open(path), group)
         group.bytes_sent.clear()
         epoch = batches.epoch(0)
         taken = [next(epoch) for _ in range(16)]
@@ -59,8 +63,8 @@ def count(group: Group, path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_by_kind_are_those_of_real_steps(world_size: int, path: Path) -> None:
     measured = run_processes(world_size, count, path)
-    for case, (loss, decoder) in enumerate(CASES):
-        work = make_work(loss, decoder, world_size)
+    for case, (loss, decoder, teacher_dim) in enumerate(CASES):
+        work = make_work(loss, decoder, world_size, teacher_dim)
         counted = costs.bytes_sent(work)
         ring = 2 * (world_size - 1)  # DistributedDataParallel's, which is no all-to-all
         for rank in measured:

@@ -13,9 +13,9 @@ import torch
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config
 from sattle_dist.data import Batches
+from sattle_dist.dense import dense_loss
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
-from sattle_dist.loss import dense_loss
 from sattle_dist.randomness import Permutation, draw_masks
 from sattle_dist.sharding import Sharding
 from sattle_dist.trainer import Trainer

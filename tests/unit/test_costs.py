@@ -118,6 +118,28 @@ def test_operations_are_those_of_a_real_step(decoder: str, loss: str, keeps: boo
     assert costs.encoder_flops(work) == pytest.approx(counter.get_total_flops() - costs.score_flops(work), rel=0.03)
 
 
+@pytest.mark.parametrize(("loss", "keeps"), [("softmax", True), ("filtered", False)])
+def test_a_teacher_is_counted(loss: str, keeps: bool, group: Group) -> None:
+    """Its memory and its operations in a step are those of a real one, of another model."""
+    plain = make_work(10_000, loss=loss, score_memory=0 if keeps else 1)
+    teaching = make_work(10_000, decoder="tucker", dim=40, num_heads=3)
+    work = replace(plain, teacher=teaching.config.model)
+    assert work.keeps_scores == keeps
+    learner, batches = start(plain, group)
+    learner.teacher = teacher = Learner(teaching.config, work.num_entities, work.num_relations, group, CPU)
+    with FlopCounterMode(display=False) as counter:
+        learner.step(batches[1], 0, 1, 0.001, report=False)
+    counted = costs.encoder_flops(work) + costs.score_flops(work)
+    assert counter.get_total_flops() == pytest.approx(counted, rel=0.01)
+    assert costs.score_flops(work) > costs.score_flops(plain)
+    held = [*teacher.table.parameters(), *teacher.model.parameters()]
+    bucketed = [p for p in teacher.model.parameters() if p.requires_grad]
+    counted_bytes = sum(size(p) for p in held) + sum(size(p) for p in bucketed)
+    assert costs.memory_parts(work)["teacher"] == pytest.approx(counted_bytes, rel=0.01)
+    assert costs.memory_parts(plain)["teacher"] == 0
+    assert costs.score_bytes(work) == size(learner.loss._buffer)
+
+
 SHAPES: list[dict[str, Any]] = [
     {"dim": 100, "num_heads": 16, "dim_key": 32, "dim_hidden": 64},  # the attention is the largest
     {"dim": 16, "num_heads": 2, "dim_key": 8, "dim_hidden": 2048},  # the feed-forward layer

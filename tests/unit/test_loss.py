@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from sattle_dist.loss import OneToAllLoss, dense_loss
-from sattle_dist.task import ShardTargets, ShardTask
+from sattle_dist.dense import dense_loss
+from sattle_dist.loss import OneToAllLoss
+from sattle_dist.task import ShardTargets, ShardTask, Teacher
 
 CPU = torch.device("cpu")
 N, D = 601, 7
@@ -63,7 +66,11 @@ def run_dense(
     name: str, task: ShardTask, targets: list[list[int]], smoothing: float, power: float = 1.0
 ) -> tuple[torch.Tensor, ...]:
     leaves = [x.double().requires_grad_() for x in (task.query, task.rows, task.bias)]
-    value = dense_loss(name, *leaves, targets, smoothing, power)
+    teacher = None
+    if heard := task.teacher:
+        scores = heard.query.double() @ heard.rows.double().T + heard.bias.double()
+        teacher = (scores, heard.weight)
+    value = dense_loss(name, *leaves, targets, smoothing, power, teacher)
     value.backward()
     return value.detach(), *(leaf.grad for leaf in leaves)
 
@@ -89,6 +96,38 @@ def test_queries_may_weigh_less_than_their_targets_number(name: str, power: floa
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
 
 
+def taught(task: ShardTask, weight: float, scale: float = 1.0) -> ShardTask:
+    """Give the task a teacher of another dim."""
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=task.rows.dtype) * scale  # noqa: E731
+    return dataclasses.replace(
+        task, teacher=Teacher(query=draw(G, D + 4), rows=draw(N, D + 4), bias=draw(N), weight=weight)
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "filtered"])
+@pytest.mark.parametrize("block", [1, 7, N, 2 * N, 2 * N + 100])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_a_teacher_adds_the_cross_entropy_with_its_softmax(name: str, block: int, power: float) -> None:
+    """Against the dense formula; in blocks of one row, of seven, and where both models' scores are kept."""
+    plain, targets = make_task(name, torch.float64, power=power)
+    task = taught(plain, 0.7)
+    ours = run(name, task, 0.1, budget=block * G * 8)
+    assert not torch.allclose(ours[1], run(name, plain, 0.1, budget=block * G * 8)[1], rtol=0.1)
+    for mine, theirs in zip(ours, run_dense(name, task, targets, 0.1, power), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_a_teacher_with_huge_scores_is_heeded_in_single_precision() -> None:
+    plain, targets = make_task("filtered", torch.float32, scale=10.0)
+    task = taught(plain, 2.0, scale=30.0)
+    for mine, theirs in zip(
+        run("filtered", task, 0.0, 1 << 20), run_dense("filtered", task, targets, 0.0), strict=True
+    ):
+        assert mine.isfinite().all()
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=2e-5 * theirs.abs().max().item())
+
+
 @pytest.mark.parametrize("name", ["bce", "kvsall", "softmax", "filtered"])
 @pytest.mark.parametrize("block", [7, N])
 def test_single_precision_and_huge_scores(name: str, block: int) -> None:
@@ -102,13 +141,18 @@ def test_single_precision_and_huge_scores(name: str, block: int) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=2e-5 * scale)
 
 
-def test_a_query_with_every_entity_as_a_target_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_teacher", [False, True])
+def test_a_query_with_every_entity_as_a_target_is_passed_over(
+    with_teacher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is left for its targets to win against; the other queries are as they would be without it."""
+    teach = (lambda task: taught(task, 0.5)) if with_teacher else lambda task: task
     monkeypatch.setattr("tests.unit.test_loss.NUM_TARGETS", (*NUM_TARGETS[:-1], N))
-    full, _ = make_task("filtered", torch.float32, power=0.0)
+    full = teach(make_task("filtered", torch.float32, power=0.0)[0])
     ours = run("filtered", full, 0.1, budget=1 << 20)
     monkeypatch.setattr("tests.unit.test_loss.NUM_TARGETS", (*NUM_TARGETS[:-1], 0))
     task, targets = make_task("filtered", torch.float32, power=0.0)
+    task = teach(task)
     share = task.total_weight / full.total_weight
     for mine, theirs in zip(ours, run_dense("filtered", task, targets, 0.1, 0.0), strict=True):
         torch.testing.assert_close(mine.double(), theirs * share, rtol=1e-4, atol=1e-7)
@@ -154,4 +198,7 @@ def test_the_score_buffer_keeps_to_its_budget() -> None:
     task, _ = make_task("bce", torch.float32)
     loss = OneToAllLoss("bce", num_entities=N, smoothing=0.1, budget=1000, group=OneProcess())
     loss(task, torch.empty_like(task.rows), torch.empty_like(task.bias), report=False)
+    assert 0 < loss._buffer.numel() * 4 <= 1000
+    loss = OneToAllLoss("softmax", num_entities=N, smoothing=0.1, budget=1000, group=OneProcess())
+    loss(taught(task, 1.0), torch.empty_like(task.rows), torch.empty_like(task.bias), report=True)
     assert 0 < loss._buffer.numel() * 4 <= 1000
