@@ -236,8 +236,9 @@ def tuning_table() -> str:
         "What was tried for the fast recipes, judged on valid alone. A line is one run, with a cosine schedule",
         "over its epochs; unless it says otherwise: TwoMult, 64 heads, 512 queries a batch, learning rate 0.003, the",
         "paper's dropouts, seed 0. Patched copies, not settings, are: a gain that begins elsewhere than at 1, dropout",
-        "on the query vector, weight decay of the encoder, other second moments, other weights of triples, learning",
-        "from another run's scores or from other relations, and averages of the weights.",
+        "on the query vector, weight decay of the encoder or by degree, other second moments, other weights of",
+        "triples, learning from other relations, averages of the weights, a floor of the learning rate, and learning",
+        "from other runs' scores, which has become a setting since (`--teacher`, one run).",
         "",
     ]
     tried = json.loads(TUNING.read_text()) if TUNING.exists() else []
