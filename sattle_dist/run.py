@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sattle_dist import checkpoint
+from sattle_dist import checkpoint, teacher
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
 from sattle_dist.files import replacing
@@ -37,7 +37,7 @@ def default_run_dir(graph: Graph) -> Path:
 
 def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
     """Make the run directory, or check that the run in it is this one, to be resumed; give its lock."""
-    file = run_dir / "config.toml"
+    file, its_teacher = run_dir / "config.toml", teacher.named_teacher(config)
     try:
         checkpoints = checkpoint.list_checkpoints(run_dir)
         if config.run.resume != "auto" and not checkpoints:
@@ -50,6 +50,7 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
             raise ConfigError(f"{file} was not written by a run and would be overwritten; choose another --out")
         if facts := newest_readable(checkpoints):
             check_resumable(run_dir, facts, config, graph)
+            teacher.require_same_teacher(facts.get("teacher"), its_teacher)
         elif not checkpoints:
             (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         # How many processes there are is the launcher's to say, each time; so is what to continue from.
@@ -184,3 +185,19 @@ def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "be
     learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
     checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
     return learner, graph, config
+
+
+def open_teacher(config: Config, graph: Graph, group: Group, device: torch.device) -> tuple[Learner, teacher.Identity]:
+    """Open the teacher that a config names; give also what identifies it. Every rank must call it."""
+    run_dir = Path(config.run.teacher)
+    folder, facts, its_config = read_run(run_dir, group, "best")
+    if facts["graph_checksum"] != graph.checksum:
+        raise ConfigError(
+            f"--teacher {run_dir} was trained on another graph than {graph.path} (checksum "
+            f"{facts['graph_checksum'][:20]}, not {graph.checksum[:20]}); train a teacher on this one"
+        )
+    # It multiplies as the run that it teaches does.
+    its_config = its_config.override({"precision": config.run.precision}, "teacher")
+    learner = Learner(its_config, graph.num_entities, graph.num_relations, group, device)
+    checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
+    return learner, teacher.identify(run_dir, folder, facts)

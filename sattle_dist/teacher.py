@@ -1,7 +1,8 @@
-"""Learning from another run: its scores of the candidates a target competes with, beside the targets themselves.
+"""Which teacher a run has: another run of the same graph, from whose scores it learns beside its targets.
 
-A teacher is the best checkpoint of a run of the same graph, frozen. Its entity table is cut over the ranks like that of
-the run it teaches, so its scores are formed shard by shard, and never travel.
+A teacher is the best checkpoint of that run, frozen. Its entity table is cut over the ranks like that of the run it
+teaches, so its scores are formed shard by shard, and never travel (`run.open_teacher` opens it, loss.py heeds it). What
+identifies it is a digest of its weights, kept in every checkpoint of the run that it teaches.
 """
 
 from __future__ import annotations
@@ -11,45 +12,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sattle_dist import checkpoint
-from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
-from sattle_dist.graph import Graph
-from sattle_dist.learner import Learner
 from sattle_dist.loss import SOFTMAXES
-from sattle_dist.run import read_run
+from sattle_dist.storage import read_facts
+
+Identity = dict[str, str]
 
 
-def open_teacher(
-    config: Config, graph: Graph, group: Group, device: torch.device
-) -> tuple[Learner, dict[str, str]] | None:
-    """Open the teacher that a config names, if it names one; give also what identifies it. Every rank must call it."""
+def named_teacher(config: Config) -> Identity | None:
+    """Identify the teacher that a config names, if it names one."""
     if not config.run.teacher:
         return None
     if config.train.loss not in SOFTMAXES:
         raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
-    run_dir = Path(config.run.teacher)
-    folder, facts, its_config = read_run(run_dir, group, "best")
-    if facts["graph_checksum"] != graph.checksum:
-        raise ConfigError(
-            f"--teacher {run_dir} was trained on another graph than {graph.path} (checksum "
-            f"{facts['graph_checksum'][:20]}, not {graph.checksum[:20]}); train a teacher on this one"
-        )
-    # It multiplies as the run that it teaches does.
-    its_config = its_config.override({"precision": config.run.precision}, "teacher")
-    learner = Learner(its_config, graph.num_entities, graph.num_relations, group, device)
-    checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
-    return learner, {"run": str(run_dir), "checkpoint": folder.name, "digest": digest(facts)}
+    folder = checkpoint.find(Path(config.run.teacher), "best")
+    return identify(Path(config.run.teacher), folder, read_facts(folder))
 
 
-def digest(facts: dict[str, Any]) -> str:
-    """Hash the checksums of a checkpoint's files: the same for the same weights, wherever they are."""
-    return hashlib.sha256(json.dumps(facts["files"], sort_keys=True).encode()).hexdigest()
+def identify(run_dir: Path, folder: Path, facts: dict[str, Any]) -> Identity:
+    """Say which run and checkpoint it is, and hash the checksums of its files: the same wherever they are."""
+    digest = hashlib.sha256(json.dumps(facts["files"], sort_keys=True).encode()).hexdigest()
+    return {"run": str(run_dir), "checkpoint": folder.name, "digest": digest}
 
 
-def require_same_teacher(before: dict[str, str] | None, now: dict[str, str] | None) -> None:
+def require_same_teacher(before: Identity | None, now: Identity | None) -> None:
     """Raise ConfigError where a run is to be continued with another teacher than it began with, or without it."""
     if before and not now:
         raise ConfigError(f"this run learns from a teacher; name it: --teacher {before['run']}")

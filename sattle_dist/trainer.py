@@ -27,12 +27,12 @@ from sattle_dist.learner import Learner
 from sattle_dist.metrics import metrics
 from sattle_dist.progress import Progress
 from sattle_dist.results import Result, report_test
+from sattle_dist.run import open_teacher
 from sattle_dist.runtime import EXIT_DIVERGED
 from sattle_dist.saver import Saver
 from sattle_dist.schedule import learning_rate
 from sattle_dist.selection import best_record, is_exhausted
 from sattle_dist.stopping import Interrupted
-from sattle_dist.teacher import open_teacher, require_same_teacher
 
 REPORT_EVERY = 10  # steps; the loss is formed, and the device waited for, at these steps and at an epoch's last
 
@@ -82,8 +82,8 @@ class Trainer:
         self.asked_to_stop: Callable[[], int] = lambda: 0  # gives the signal that asks this process to stop, or 0
         run = config.run
         self.lineage = {"graph": grow.describe(graph, group)}
-        if taught := open_teacher(config, graph, group, device):
-            self.learner.teacher, self.lineage["teacher"] = taught
+        if run.teacher:
+            self.learner.teacher, self.lineage["teacher"] = open_teacher(config, graph, group, device)
         self.resumed_from = ""
         if found := resume.choose(run_dir, run.resume, group):
             self._resume(*found)
@@ -219,7 +219,6 @@ class Trainer:
         self.saved, self.saved_at = (self.epoch, self.step), time.monotonic()
 
     def _resume(self, folder: Path, facts: dict[str, Any]) -> None:
-        require_same_teacher(facts.get("teacher"), self.lineage.get("teacher"))
         checkpoint.load(self.learner, folder, with_optimizer=True, facts=facts)
         self.epoch, self.step, self.history = facts["epoch"], facts["step"], facts["history"]
         self.so_far = EpochSoFar(**facts["epoch_so_far"])

@@ -146,24 +146,31 @@ def test_a_stopped_run_goes_on_with_its_teacher_bit_for_bit(graph: Path, teacher
     torch.testing.assert_close(others, rows, rtol=1e-3, atol=1e-4 * rows.abs().max().item())
 
 
+def begin(group: Group, graph: Path, run_dir: Path, config: Config) -> None:
+    lock = prepare_run_dir(run_dir, config, Graph.open(graph))
+    Trainer(config, Graph.open(graph), run_dir, group, CPU)
+    del lock
+
+
 def refusal(group: Group, graph: Path, run_dir: Path, config: Config) -> str:
     with pytest.raises(ConfigError) as caught:
-        Trainer(config, Graph.open(graph), run_dir, group, CPU)
+        begin(group, graph, run_dir, config)
     return str(caught.value)
 
 
 def test_another_teacher_is_refused(graph: Path, teacher: Path, tmp_path: Path) -> None:
     run_processes(1, train_and_stop, graph, tmp_path / "taught", student_config(teacher), 0)
+    shutil.copytree(tmp_path / "taught", tmp_path / "copy", symlinks=True)  # a refusal may hold the lock for a while
     run_processes(1, train_and_stop, graph, tmp_path / "alone", student_config(teacher, teacher=""), 0)
     run_processes(1, train_teacher, graph, tmp_path / "longer", 3)
     splits = random_splits(7, num_entities=N, num_relations=R, num_triples=200)
     elsewhere = write_graph(tmp_path / "elsewhere", splits, num_entities=N, num_relations=R)
     wanted = [
         (graph, "taught", {"teacher": ""}, f"this run learns from a teacher; name it: --teacher {teacher}"),
-        (graph, "taught", {"teacher": str(tmp_path / "longer")}, "is not what this run began with, epoch-00002 of"),
+        (graph, "copy", {"teacher": str(tmp_path / "longer")}, "is not what this run began with, epoch-00002 of"),
         (graph, "alone", {}, "this run began without a teacher; leave --teacher"),
         (elsewhere, "new", {}, "was trained on another graph than"),
-        (graph, "new", {"loss": "bce"}, "--teacher goes with --loss softmax or filtered, got 'bce'"),
+        (graph, "newer", {"loss": "bce"}, "--teacher goes with --loss softmax or filtered, got 'bce'"),
     ]
     for where, run, more, message in wanted:
         (said,) = run_processes(1, refusal, where, tmp_path / run, student_config(teacher, **more))
