@@ -16,8 +16,9 @@ A teacher (another run, frozen) with scores y and p = softmax_j(y) adds c sum_i 
 to softmax and filtered: its word on how candidates compare, over all of them (softmax) or all but T_i (filtered).
 
 Loss and gradients are formed together, block of rows by block of rows, in one reused buffer: sigmoid or exp2 overwrites
-the scores, then two products give the gradients of E and q. Weights are multiplied into q, never into the block; the
-targets and the term with u are added apart, sparse and in closed form. dense.py has the same in plain torch, for tests.
+the scores, then two products give the gradients of E and q. Weights are multiplied into q, not into the block, unless a
+teacher's shares of the same block, weighed otherwise, are to be taken off. The targets and the term with u are added
+apart, sparse and in closed form. dense.py has the same in plain torch, for tests.
 
 Shapes: G queries of the global batch, S rows of this shard, D dim, P targets in this shard.
 """
