@@ -27,6 +27,7 @@ from sattle_dist.commands.train import resolve_config
 from sattle_dist.config import Config, ConfigError, load_toml, settings
 
 RESULT = record.RESULTS / "reproduction.json"
+OTHER_RUNS = ("grow_from", "teacher")  # settings by which other runs have a say in the numbers
 CURVE_EPOCHS = 60
 TRIPLES_EPOCHS = 20  # an epoch of single triples takes several times as long
 
@@ -109,7 +110,7 @@ def separate(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
     jobs, options = list(words[:first]), list(words[first:])
     if unknown := [name for name in jobs if name not in JOBS]:
         raise click.UsageError(f"no job is called {unknown[0]!r}; --list shows them")
-    harmless = {option(f.name) for section, f in settings() if section == "run" and f.name != "out"}
+    harmless = {option(f.name) for section, f in settings() if section == "run" and f.name not in ("out", *OTHER_RUNS)}
     for word in options:
         if word.startswith("-") and word.partition("=")[0] not in harmless:
             raise click.UsageError(f"{word} would be another experiment; allowed are {', '.join(sorted(harmless))}")
@@ -211,6 +212,8 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
 
 def same_training(ran: Config, asked: Config) -> bool:
     """Tell whether a run is the one asked for, at least in its beginning."""
+    if any(getattr(ran.run, name) != getattr(asked.run, name) for name in OTHER_RUNS):
+        return False
     before, after = vars(ran.train).copy(), vars(asked.train).copy()
     if asked.train.schedule != "cosine":  # only there the number of epochs changes the beginning
         before["epochs"] = after["epochs"] = 0

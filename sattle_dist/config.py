@@ -124,7 +124,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How a run is carried out; nothing here changes its numbers beyond rounding."""
+    """How a run is carried out; but for other runs it learns from, nothing here changes numbers beyond rounding."""
 
     graph: str = setting("", "Graph directory made by sattle-ingest [default: the built-in family graph].")
     dataset: str = setting(

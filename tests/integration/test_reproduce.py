@@ -124,7 +124,7 @@ def test_single_triples_train_as_their_queries_do_where_nothing_is_dropped(tmp_p
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("changed", [{"num_heads": 8}, {"seed": 1}, {"learning_rate": 0.5}, {"epochs": 7}])
+@pytest.mark.parametrize("changed", [{"num_heads": 8}, {"seed": 1}, {"epochs": 7}, {"teacher": "x"}])
 def test_a_run_of_other_settings_is_not_taken_for_the_recipes(tmp_path: Path, changed: dict[str, Any]) -> None:
     job = JOBS["wn18rr-tucker-64-fast"]
     write_run(tmp_path / "run", job, 5, tested=True, changed=changed)
@@ -153,6 +153,7 @@ def test_times_are_summed_over_resumes_unless_somebody_shared_the_machine(tmp_pa
         (["fb15k"], "no job is called 'fb15k'; --list shows them"),
         (["heads-4", "--", "--learning-rate", "1"], "--learning-rate would be another experiment; allowed are --data"),
         (["heads-4", "--", "--out", "x"], "--out would be another experiment"),
+        (["heads-4", "--", "--teacher", "x"], "--teacher would be another experiment"),
     ],
 )
 def test_what_would_spoil_the_record_is_refused(arguments: list[str], message: str) -> None:
