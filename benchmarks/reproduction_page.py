@@ -260,9 +260,9 @@ NOTES = """## Notes
 - **The curve.** At d = 32 ours is within 0.015 of the paper's at epochs 20, 40 and 60. At d = 100 it is 0.05 lower at
   epoch 20 and 0.03 at 60, where the paper was four and nearly twenty epochs before. At epoch 20 half of that is
   dropout: the triples of a query share their masks here and have one each there, which matters where dropout is
-  strong (0.4 at d = 100, 0.1 at d = 32). Trained apart, in shuffled batches of 2,048, they reach 0.164 on valid at epoch 20, where
-  ours has 0.140 and the paper 0.189 (0.050, 0.032 and 0.058 at epoch 10); one seed. The other half is not explained:
-  the authors' batches are not shuffled, and the paper does not say which split its figure shows.
+  strong (0.4 at d = 100, 0.1 at d = 32). Trained apart, in shuffled batches of 2,048, they reach 0.164
+  on valid at epoch 20, where ours has 0.140 and the paper 0.189 (0.050, 0.032 and 0.058 at epoch 10); one seed.
+  The other half is not explained: the authors' batches are not shuffled, and the paper does not say which split its figure shows.
 - **Time.** Beside the recorded fast training of FB15k-237, TwoMult, d = 100, a minute of tests ran at the lowest
   priority; its time includes that.
 - **Selection.** The published scores were selected on the test set, and their ranking sorts saturated sigmoids. Ours
