@@ -262,7 +262,8 @@ NOTES = """## Notes
   dropout: the triples of a query share their masks here and have one each there, which matters where dropout is
   strong (0.4 at d = 100, 0.1 at d = 32). Trained apart, in shuffled batches of 2,048, they reach 0.164
   on valid at epoch 20, where ours has 0.140 and the paper 0.189 (0.050, 0.032 and 0.058 at epoch 10); one seed.
-  The other half is not explained: the authors' batches are not shuffled, and the paper does not say which split its figure shows.
+  The other half is not explained: the authors' batches are not shuffled, and the paper does not say which split its
+  figure shows.
 - **Time.** Beside the recorded fast training of FB15k-237, TwoMult, d = 100, a minute of tests ran at the lowest
   priority; its time includes that.
 - **Selection.** The published scores were selected on the test set, and their ranking sorts saturated sigmoids. Ours
