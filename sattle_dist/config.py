@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class RunConfig:
     teacher: str = setting(
         "",
         "Learn from the scores of this run besides: it must be of the same graph, its model may be another "
-        "(losses softmax and filtered).",
+        "(losses softmax and filtered). Or a recipe: it is trained first, with this run's seed, in RUN/teacher.",
     )
     max_restarts: int = setting(
         0, "How often to start all processes again, from the last checkpoint, when one has failed.", least=0
@@ -216,6 +217,21 @@ def load_toml(path: Path, base: Config) -> Config:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return base.merge(values, str(path))
+
+
+def recipe_names() -> list[str]:
+    """List the recipes shipped with the package."""
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in resources.files("sattle_dist").joinpath("recipes").iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def load_recipe(name: str) -> Config:
+    """Read a recipe over the defaults."""
+    with resources.as_file(resources.files("sattle_dist") / "recipes" / f"{name}.toml") as path:
+        return load_toml(path, Config())
 
 
 def to_toml(config: Config) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from sattle_dist import costs
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError, ModelConfig, load_toml
+from sattle_dist.config import Config, ConfigError, ModelConfig, load_recipe, load_toml, recipe_names
 from sattle_dist.costs import Workload
 from sattle_dist.graph import Graph
 from sattle_dist.runtime import Place
@@ -112,6 +112,8 @@ def teacher_model(config: Config) -> ModelConfig | None:
     """Read which model the teacher has that a config names; one that cannot be read is refused where it is opened."""
     if not config.run.teacher:
         return None
+    if config.run.teacher in recipe_names():
+        return load_recipe(config.run.teacher).model
     try:
         return load_toml(Path(config.run.teacher) / "config.toml", Config()).model
     except ConfigError:

@@ -5,6 +5,7 @@ RUN/metrics.jsonl    a line per epoch
 RUN/test.json        the metrics of the test split with their protocol, once training has ended (docs/evaluation.md)
 RUN/test_positions.parquet    the position of every test query
 RUN/checkpoints/     see checkpoint.py
+RUN/teacher/         the run directory of the teacher that the run has trained first, where it has one of its own
 RUN/lock             held while a run trains here
 """
 
@@ -37,9 +38,10 @@ def default_run_dir(graph: Graph) -> Path:
 
 def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
     """Make the run directory, or check that the run in it is this one, to be resumed; give its lock."""
-    file, its_teacher = run_dir / "config.toml", teacher.named_teacher(config)
+    file = run_dir / "config.toml"
     try:
         checkpoints = checkpoint.list_checkpoints(run_dir)
+        its_teacher = teacher.named_teacher(config, run_dir, begun=bool(checkpoints))
         if config.run.resume != "auto" and not checkpoints:
             raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
         if (run_dir / "manifest.json").exists():

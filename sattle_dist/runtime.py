@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sattle_dist import __version__
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError, RunConfig
+from sattle_dist.config import Config, ConfigError, RunConfig, recipe_names
 
 EXIT_INTERRUPTED = 130
 EXIT_DIVERGED = 4  # a gradient was not finite: it would be again
@@ -159,8 +159,9 @@ def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -
     # Of the settings that change no number, those that change which exchanges are made.
     names = ("precision", "save_every", "saving", "score_memory", "resume")
     mine |= {name: getattr(config.run, name) for name in names}
-    for name in ("grow_from", "teacher"):  # the path itself may differ between machines
-        mine[name] = bool(getattr(config.run, name))
+    for name in ("grow_from", "teacher"):  # the path itself may differ between machines, a recipe's name may not
+        given = getattr(config.run, name)
+        mine[name] = given if given in recipe_names() else bool(given)
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

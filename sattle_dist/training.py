@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 import click
 import torch
 
+from sattle_dist import teacher
 from sattle_dist.checkpoint import list_checkpoints
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError, UserError
+from sattle_dist.config import Config, ConfigError, UserError, recipe_names
 from sattle_dist.graph import Graph
 from sattle_dist.jobs import Steps, number_of_processes, work_as_one
 from sattle_dist.launch import Restarts, run_workers
@@ -41,7 +43,8 @@ def start(config: Config) -> int:
         if config.eval.patience and not config.eval.eval_every:
             raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
         others = {name: getattr(config.run, name) for name in ("grow_from", "teacher")}
-        places = {name: str(Path(place).absolute()) for name, place in others.items() if place}
+        known = ("", *recipe_names())
+        places = {name: str(Path(place).absolute()) for name, place in others.items() if place not in known}
         config = config.override({"graph": str(graph.path), "nproc": nproc, **places}, "command line")
         if restarted():
             config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time
@@ -55,8 +58,10 @@ def start(config: Config) -> int:
         arguments = ["train", "--config", str(run_dir / "config.toml")]
 
         def where_it_goes_on() -> str:
-            saved = list_checkpoints(run_dir)
-            return f"from {saved[-1].name}" if saved else "from the beginning"
+            if saved := list_checkpoints(run_dir):
+                return f"from {saved[-1].name}"
+            of_teacher = list_checkpoints(run_dir / teacher.OWN)
+            return f"from {of_teacher[-1].name} of its teacher" if of_teacher else "from the beginning"
 
         return run_workers(
             arguments,
@@ -76,21 +81,16 @@ def work(config: Config, graph: Graph) -> int:
 
     def train(group: Group, device: torch.device) -> None:
         require_same_everywhere(config, graph.checksum, group)
-        require_fits(config, graph, group, device)
-        resolved, lock = agree_on_run_dir(config, graph, group)
-        trainer = Trainer(resolved, graph, Path(resolved.run.out), group, device)
-        trainer.on_step = steps.note
-        if group.rank == 0:
-            describe(trainer)
         try:
-            test = train_until_asked_to_stop(trainer)
+            trainer, lock = train_run(config, graph, group, device, steps)
         except Interrupted as stop:
             interrupted.append(stop)
             if group.rank == 0:
                 print(f"\n{stop}", file=sys.stderr, flush=True)
             return
+        test = trainer.test()  # all is saved by now, so a signal may end the evaluation at once
         if group.rank == 0:
-            summarise(test, resolved)
+            summarise(test, trainer.config)
         del lock  # held until all is written
 
     more_memory = "lower --batch-size or --score-memory, or share the table among more processes"
@@ -98,7 +98,30 @@ def work(config: Config, graph: Graph) -> int:
     return interrupted[0].exit_code if interrupted else code
 
 
-def train_until_asked_to_stop(trainer: Trainer) -> Result:
+def train_run(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps) -> tuple[Trainer, object]:
+    """Train a run, but first the teacher that is a part of it, if it has one; give it with the lock of its directory.
+
+    Every rank must call it.
+    """
+    require_fits(config, graph, group, device)
+    config, lock = agree_on_run_dir(config, graph, group)
+    run_dir = Path(config.run.out)
+    if its_teacher := teacher.own_teacher(config, run_dir):
+        if not group.share(bool(list_checkpoints(run_dir))):  # else it had learnt all when this run began
+            if group.rank == 0:
+                click.echo(f"the teacher first, by the recipe {config.run.teacher}")
+            train_run(its_teacher, graph, group, device, steps)
+            gc.collect()  # its optimizer state, before there is another
+        config = config.override({"teacher": its_teacher.run.out}, "teacher")
+    trainer = Trainer(config, graph, run_dir, group, device)
+    trainer.on_step = steps.note
+    if group.rank == 0:
+        describe(trainer)
+    train_until_asked_to_stop(trainer)
+    return trainer, lock
+
+
+def train_until_asked_to_stop(trainer: Trainer) -> None:
     """Train; let a signal that asks for the end wait for the next steps at which all ranks confer, save, and stop.
 
     Our own launcher passes such signals on as SIGTERM, and uses SIGINT to end its workers at once.
@@ -108,8 +131,6 @@ def train_until_asked_to_stop(trainer: Trainer) -> Result:
     ours = Whereabouts.from_environment() is not None
     with request.listening((signal.SIGTERM, signal.SIGUSR1) if ours else STOP_SIGNALS):
         trainer.train()
-    # All is saved by now, so a signal may end the evaluation at once.
-    return trainer.test()
 
 
 def restarted() -> int:
@@ -150,8 +171,8 @@ def describe(trainer: Trainer) -> None:
             f"resuming after epoch {trainer.epoch} of {config.train.epochs}{steps}, from {trainer.resumed_from}"
             + (f" (restart {restarted()})" if restarted() else "")
         )
-    if teacher := trainer.lineage.get("teacher"):
-        click.echo(f"learning from {teacher['checkpoint']} of {teacher['run']} besides")
+    if taught := trainer.lineage.get("teacher"):
+        click.echo(f"learning from {taught['checkpoint']} of {taught['run']} besides")
     if grown := trainer.lineage.get("grown_from"):
         click.echo(
             f"begun from {grown['checkpoint']} of {grown['run']}, with its {grown['num_entities']:,} entities and "

@@ -11,8 +11,8 @@ import click
 
 from sattle_dist.commands.errors import one_line_errors
 from sattle_dist.commands.options import setting_option
-from sattle_dist.commands.train import recipe_names, resolve_config
-from sattle_dist.config import ConfigError, settings
+from sattle_dist.commands.train import resolve_config
+from sattle_dist.config import ConfigError, recipe_names, settings
 
 if TYPE_CHECKING:
     from sattle_dist.config import Config

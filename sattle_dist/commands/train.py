@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ingest.families import ensure_family_graph
 from ingest.progress import StageDisplay
 from sattle_dist.commands.errors import one_line_errors
 from sattle_dist.commands.options import setting_option
-from sattle_dist.config import Config, load_toml, settings
+from sattle_dist.config import Config, load_recipe, load_toml, recipe_names, settings
 
 
 def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,21 +24,9 @@ def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def recipe_names() -> list[str]:
-    """List the recipes shipped with the package."""
-    return sorted(
-        entry.name.removesuffix(".toml")
-        for entry in resources.files("sattle_dist").joinpath("recipes").iterdir()
-        if entry.name.endswith(".toml")
-    )
-
-
 def resolve_config(recipe: str | None, file: Path | None, given: dict[str, Any]) -> Config:
     """Layer the settings: defaults, recipe, TOML file, command line."""
-    config = Config()
-    if recipe:
-        with resources.as_file(resources.files("sattle_dist") / "recipes" / f"{recipe}.toml") as path:
-            config = load_toml(path, config)
+    config = load_recipe(recipe) if recipe else Config()
     if file:
         config = load_toml(file, config)
     return config.override(given, "command line")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from sattle_dist.dense import dense_loss
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.run import prepare_run_dir
+from sattle_dist.storage import read_facts
 from sattle_dist.trainer import Trainer
 from tests.distributed.test_checkpoint import make_trainer
 from tests.distributed.test_step import make_config
 from tests.graphs import random_splits, write_graph
+from tests.launching import SATTLE, SMALL, running, small_graph
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -176,3 +179,44 @@ def test_another_teacher_is_refused(graph: Path, teacher: Path, tmp_path: Path) 
         (said,) = run_processes(1, refusal, where, tmp_path / run, student_config(teacher, **more))
         assert message in said
         assert "\n" not in said
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    """Give the checksums of what a run's newest checkpoint holds."""
+    files: dict[str, Any] = read_facts(sorted((run / "checkpoints").glob("epoch-*"))[-1])["files"]
+    return files
+
+
+def test_a_recipe_as_teacher_is_trained_first(tmp_path: Path) -> None:
+    """One command, stopped while its teacher learns and started again, against two: the same weights of both runs."""
+    common = ["--graph", str(small_graph(tmp_path)), "--nproc", "2", "--seed", "3", "--threads", "1", "--device", "cpu"]
+    student = [*SMALL, "--loss", "filtered", "--epochs", "2"]
+    one = [*SATTLE, *common, *student, "--teacher", "families", "--out", str(tmp_path / "one")]
+
+    def train(arguments: list[str]) -> str:
+        with running(arguments, tmp_path) as command:
+            code, errors = command.end()
+            assert code == 0, errors
+            return command.out.read_text()
+
+    with running(one, tmp_path) as command:
+        command.wait_for("epoch 3/40")
+        command.process.send_signal(signal.SIGTERM)
+        code, errors = command.end()
+    assert code == 128 + signal.SIGTERM
+    assert f"saved as {tmp_path / 'one' / 'teacher' / 'checkpoints'}" in errors
+    assert not list((tmp_path / "one" / "checkpoints").glob("*"))
+    assert "resuming after epoch" in train(one)
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    train([*SATTLE, *common, "--recipe", "families", "--out", str(first)])
+    train([*SATTLE, *common, *student, "--teacher", str(first), "--out", str(second)])
+    assert weights_of(tmp_path / "one" / "teacher") == weights_of(first)
+    assert weights_of(tmp_path / "one") == weights_of(second)
+
+    shutil.rmtree(tmp_path / "one" / "teacher")  # without it the run cannot go on, and says so
+    with running(one, tmp_path) as command:
+        code, errors = command.end()
+    assert code == 2
+    assert f"{tmp_path / 'one' / 'teacher'}" in errors
+    assert "Traceback" not in errors

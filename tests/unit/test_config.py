@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sattle_dist.commands.train import recipe_names, resolve_config
-from sattle_dist.config import Config, ConfigError, load_toml, settings, to_toml
+from sattle_dist.commands.train import resolve_config
+from sattle_dist.config import Config, ConfigError, load_toml, recipe_names, settings, to_toml
 
 
 def test_layers_override_each_other(tmp_path: Path) -> None:
