@@ -69,7 +69,7 @@ def test_what_was_run_is_shown_and_the_rest_says_so(tmp_path: Path) -> None:
         line(page, "| ours, TwoMult | 100 |")
         == "| ours, TwoMult | 100 | 1.5 / 4.1 | 1.48 / 1.12 | **0.361** | not run yet |"
     )
-    assert line(page, "| 64 | 1.50 M") == "| 64 | 1.50 M | 1,484,085 | 0.360 | 0.361 |"
+    assert line(page, "| 64 | 1.50 M") == "| 64 | 1.50 M | 1,484,085 | 0.360 | not run yet |"
     assert line(page, "| 16 | 0.70 M").endswith("| 0.355 | not run yet |")
 
 
@@ -80,7 +80,7 @@ def test_the_record_outlives_the_runs(tmp_path: Path) -> None:
     assert line(before, "| 4 | 0.50 M").endswith("| 0.361 |")
     assert shown(tmp_path / "nowhere") == before
     recorded = json.loads((tmp_path / "reproduction.json").read_text())["heads-4"]
-    assert recorded["command"] == "sattle train --recipe fb15k237-twomult-100-fast --num-heads 4"
+    assert recorded["command"] == "sattle train --recipe fb15k237-twomult-100-teacher --num-heads 4"
     assert recorded["test"] == TEST
     assert recorded["seed"] == 0
     assert recorded["epoch_tested"] == job.config().train.epochs - 1
@@ -145,6 +145,24 @@ def test_times_are_summed_over_resumes_unless_somebody_shared_the_machine(tmp_pa
     log.begin(True, sign)
     log.end()
     assert Sittings(path).seconds() is None
+
+
+@pytest.mark.parametrize(("shared", "minutes"), [(False, "3 min"), (True, "time not measured")])
+def test_the_time_of_a_teacher_counts(tmp_path: Path, shared: bool, minutes: str) -> None:
+    """Also where it was trained as a job of its own: 2 minutes, and 1 after it."""
+    name = "fb15k237-twomult-100-fast"
+    job, run_dir = JOBS[name], tmp_path / "runs" / name
+    epochs = job.config().train.epochs
+    write_run(run_dir, job, epochs, tested=True)
+    write_run(run_dir / "teacher", JOBS["heads-64"], epochs, tested=True)
+    for place, seconds in [(run_dir, 60), (run_dir / "teacher", 120)]:
+        log = Sittings(place / "sittings.json")
+        log.begin(shared and place != run_dir, place / "metrics.jsonl")
+        log.items[0]["begin"] -= seconds
+        log.end()
+    page = shown(tmp_path / "runs")
+    assert f"| {epochs} + {epochs}, {minutes} |" in line(page, "| FB15k-237 | TwoMult | 100 |")
+    assert line(page, "| 64 |").endswith("| 0.361 |")
 
 
 @pytest.mark.parametrize(
