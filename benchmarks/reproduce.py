@@ -69,7 +69,7 @@ def make_jobs() -> dict[str, Job]:
     jobs = {name: Job(name) for row in ROWS for name in (f"{row.recipe}-fast", row.recipe)}
     for heads in (4, 16):
         jobs[f"heads-{heads}"] = Job("fb15k237-twomult-100-teacher", {"num_heads": heads})
-    jobs["heads-64"] = Job("fb15k237-twomult-100-teacher", folder="fb15k237-twomult-100-fast/teacher")
+    jobs["heads-64"] = Job("fb15k237-twomult-100-teacher", folder="fb15k237-twomult-100-fast/teacher-1")
     for dim in (32, 64, 100):
         recipe = f"fb15k237-twomult-{dim}"
         jobs[f"curve-{dim}"] = Job(recipe, {"epochs": CURVE_EPOCHS}, folder=recipe)
@@ -194,7 +194,7 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     if ran.model != asked.model or not same_training(ran, asked):
         return None
     metrics, sittings = metrics[: asked.train.epochs], Sittings(run_dir / "sittings.json")
-    of_teacher = Sittings(run_dir / "teacher" / "sittings.json")  # where it was trained as a job of its own
+    of_teachers = [Sittings(path) for path in run_dir.glob("teacher-*/sittings.json")]  # where they were jobs, too
     result: dict[str, Any] = {
         "command": job.command(),
         "seed": ran.train.seed,
@@ -202,7 +202,7 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
         "epochs": len(metrics),
         "of": asked.train.epochs,
         "valid": {str(line["epoch"]): line["valid"]["mrr"] for line in metrics if line.get("valid")},
-        "seconds": sum_times(sittings, of_teacher),
+        "seconds": sum_times([sittings, *of_teachers]),
         "stamp": sittings.stamp(),
     }
     if is_done(run_dir, asked.train.epochs) and len(read_metrics(run_dir)) == asked.train.epochs:
@@ -212,10 +212,10 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     return result
 
 
-def sum_times(run: Sittings, teacher: Sittings) -> float | None:
-    """Give the time a run took, with that of its teacher where that was another job; None where some is unknown."""
-    seconds, before = run.seconds(), teacher.seconds() if teacher.items else 0.0
-    return None if seconds is None or before is None else round(seconds + before, 1)
+def sum_times(sittings: list[Sittings]) -> float | None:
+    """Give the time that a run and those of its teachers that were jobs of their own took; None where it is unknown."""
+    seconds = [each.seconds() for each in sittings]
+    return None if None in seconds else round(sum(filter(None, seconds)), 1)
 
 
 def same_training(ran: Config, asked: Config) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.paper_figures import COMPETITORS, CURVES, ENTITIES_RELATIONS, HEADS, HITS, ROWS
 from benchmarks.record import RESULTS
+from sattle_dist import teacher
 from sattle_dist.config import Config, load_recipe
 from sattle_dist.model import count_parameters
 
@@ -99,7 +100,7 @@ def scores(values: Any) -> str:
 
 def effort(result: dict[str, Any] | None, config: Config) -> str:
     """Say what a finished run took, else what it would."""
-    before = f"{load_recipe(config.run.teacher).train.epochs:,} + " if config.run.teacher else ""  # the teacher's
+    before = "".join(f"{load_recipe(name).train.epochs:,} + " for name in teacher.names(config))
     if result is None or "test" not in result:
         return f"({before}{config.train.epochs:,})"
     seconds = result["seconds"]
