@@ -59,8 +59,9 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
         settings = config.override({"nproc": 0, "resume": "auto"}, "run directory")
         with replacing(file) as draft:
             draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
-        for result in ("test.json", "test_positions.parquet"):
-            (run_dir / result).unlink(missing_ok=True)
+        if not (facts and facts["epoch"] == config.train.epochs and config.run.resume == "auto"):
+            for result in ("test.json", "test_positions.parquet"):  # of fewer epochs
+                (run_dir / result).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
     return lock

@@ -239,7 +239,11 @@ def test_a_recipe_as_teacher_is_trained_first(graph: Path, tmp_path: Path) -> No
     for rank in run_processes(2, train_all, graph, one, config, 2 * num_steps + 2):
         assert f"saved as {one / 'teacher-2' / 'checkpoints'}" in rank
     assert not (one / "checkpoints").exists()
+    for name in ("teacher-1", "teacher-2"):  # results of a run stay as long as it is not trained on
+        (one / name / "test.json").touch()
     assert run_processes(2, train_all, graph, one, config, 0) == ["", ""]
+    assert (one / "teacher-1" / "test.json").exists()
+    assert not (one / "teacher-2" / "test.json").exists()
 
     apart = [tmp_path / "teacher-1", tmp_path / "teacher-2"]
     for i, run in enumerate(apart):
