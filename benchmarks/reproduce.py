@@ -23,8 +23,9 @@ import click
 
 from benchmarks import record, reproduction_page
 from benchmarks.paper_figures import HITS, ROWS
+from sattle_dist import teacher
 from sattle_dist.commands.train import resolve_config
-from sattle_dist.config import Config, ConfigError, load_toml, settings
+from sattle_dist.config import Config, ConfigError, load_recipe, load_toml, settings
 
 RESULT = record.RESULTS / "reproduction.json"
 OTHER_RUNS = ("grow_from", "teacher")  # settings by which other runs have a say in the numbers
@@ -97,7 +98,7 @@ def main(names: tuple[str, ...], runs: Path, shared_machine: bool, listed: bool)
     for name in jobs:
         job = JOBS[name]
         run_dir = runs / (job.folder or name)
-        if is_done(run_dir, job.config().train.epochs):
+        if is_done(run_dir, job.config().train.epochs) and collect(job, run_dir):
             click.echo(f"{name}: done before")
         elif (code := train(job, run_dir, options, shared_machine=shared_machine)) != 0:
             raise click.ClickException(f"{name} ended with exit code {code}; the same command goes on with it")
@@ -127,7 +128,8 @@ def train(job: Job, run_dir: Path, options: list[str], *, shared_machine: bool) 
     """Train a job, or go on with it; keep beside it when it was at work, over all its resumes."""
     run_dir.mkdir(parents=True, exist_ok=True)
     log = Sittings(run_dir / "sittings.json")
-    log.begin(shared_machine, last_sign=(run_dir / "metrics.jsonl"))
+    signs = sorted(run_dir.rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    log.begin(shared_machine, last_sign=signs[-1] if signs else run_dir / "metrics.jsonl")
     command = [sys.executable, "-m", job.module, *job.arguments(), "--out", str(run_dir), *options]
     code = subprocess.run(command, check=False).returncode
     log.end()
@@ -201,6 +203,7 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
         "precision": ran.run.precision,
         "epochs": len(metrics),
         "of": asked.train.epochs,
+        "epochs_of_teachers": [load_recipe(name).train.epochs for name in teacher.names(asked)],
         "valid": {str(line["epoch"]): line["valid"]["mrr"] for line in metrics if line.get("valid")},
         "seconds": sum_times([sittings, *of_teachers]),
         "stamp": sittings.stamp(),
@@ -220,7 +223,7 @@ def sum_times(sittings: list[Sittings]) -> float | None:
 
 def same_training(ran: Config, asked: Config) -> bool:
     """Tell whether a run is the one asked for, at least in its beginning."""
-    if any(getattr(ran.run, name) != getattr(asked.run, name) for name in OTHER_RUNS):
+    if ran.run.grow_from != asked.run.grow_from or teacher.names(ran) != teacher.names(asked):
         return False
     before, after = vars(ran.train).copy(), vars(asked.train).copy()
     if asked.train.schedule != "cosine":  # only there the number of epochs changes the beginning

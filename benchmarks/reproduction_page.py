@@ -102,12 +102,17 @@ def scores(values: Any) -> str:
 
 def effort(result: dict[str, Any] | None, config: Config) -> str:
     """Say what a finished run took, else what it would."""
-    before = "".join(f"{load_recipe(name).train.epochs:,} + " for name in teacher.names(config))
     if result is None or "test" not in result:
-        return f"({before}{config.train.epochs:,})"
+        planned = [load_recipe(name).train.epochs for name in teacher.names(config)]
+        return f"({added([*planned, config.train.epochs])})"
     seconds = result["seconds"]
     took = f"{seconds / 60:.0f} min" if seconds else "time not measured"
-    return f"{before}{result['epochs']:,}, {took}"
+    return f"{added([*result.get('epochs_of_teachers', []), result['epochs']])}, {took}"
+
+
+def added(epochs: list[int]) -> str:
+    """Write the epochs of teachers, then those of the run itself."""
+    return " + ".join(f"{number:,}" for number in epochs)
 
 
 def machines(results: Results) -> str:

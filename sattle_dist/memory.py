@@ -110,11 +110,11 @@ def require_fits(config: Config, graph: Graph, group: Group, device: torch.devic
 
 def teacher_models(config: Config) -> tuple[ModelConfig, ...]:
     """Read which models the teachers have that a config names; none, if one is unreadable: it is refused elsewhere."""
-    recipes = recipe_names()
+    recipes, given = recipe_names(), teacher.names(config)
     try:
         return tuple(
             (load_recipe(name) if name in recipes else load_toml(Path(name) / "config.toml", Config())).model
-            for name in teacher.names(config)
+            for name in given
         )
     except ConfigError:
         return ()

@@ -26,6 +26,7 @@ from sattle_dist.config import Config, ConfigError, load_toml, to_toml
 from sattle_dist.files import replacing
 from sattle_dist.graph import Graph, GraphError
 from sattle_dist.learner import Learner, Teachers
+from sattle_dist.selection import is_exhausted
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
 
 HEAD = "# The settings of this run, written by `sattle train`.\n"
@@ -41,7 +42,7 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
     file = run_dir / "config.toml"
     try:
         checkpoints = checkpoint.list_checkpoints(run_dir)
-        its_teacher = teacher.named_teachers(config, run_dir, begun=bool(checkpoints))
+        its_teacher = teacher.identify_teachers(config, run_dir, graph, begun=bool(checkpoints))
         if config.run.resume != "auto" and not checkpoints:
             raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
         if (run_dir / "manifest.json").exists():
@@ -59,7 +60,7 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
         settings = config.override({"nproc": 0, "resume": "auto"}, "run directory")
         with replacing(file) as draft:
             draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
-        if not (facts and facts["epoch"] == config.train.epochs and config.run.resume == "auto"):
+        if not (facts and has_ended(facts, config) and config.run.resume == "auto"):
             for result in ("test.json", "test_positions.parquet"):  # of fewer epochs
                 (run_dir / result).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -75,6 +76,11 @@ def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
         except DamagedCheckpoint:
             continue
     return None
+
+
+def has_ended(facts: dict[str, Any], config: Config) -> bool:
+    """Tell whether a checkpoint is the last of its run."""
+    return facts["epoch"] == config.train.epochs or is_exhausted(facts["history"], config.eval.patience)
 
 
 def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph: Graph) -> None:
@@ -195,13 +201,9 @@ def open_teachers(
 ) -> tuple[Teachers, teacher.Identity]:
     """Open the teachers that a config names; give also what identifies them. Every rank must call it."""
     learners, found = [], []
-    for place in teacher.places(config, run_dir):
+    for place in (each.place for each in teacher.named(config, run_dir)):
         folder, facts, its_config = read_run(place, group, "best")
-        if facts["graph_checksum"] != graph.checksum:
-            raise ConfigError(
-                f"--teacher {place} was trained on another graph than {graph.path} (checksum "
-                f"{facts['graph_checksum'][:20]}, not {graph.checksum[:20]}); train a teacher on this one"
-            )
+        teacher.require_same_graph(place, facts, graph)
         # It multiplies as the run that it teaches does.
         its_config = its_config.override({"precision": config.run.precision}, "teacher")
         learner = Learner(its_config, graph.num_entities, graph.num_relations, group, device)

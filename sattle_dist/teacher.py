@@ -11,25 +11,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sattle_dist import checkpoint
 from sattle_dist.config import Config, ConfigError, load_recipe, recipe_names
+from sattle_dist.graph import Graph
 from sattle_dist.loss import SOFTMAXES
 from sattle_dist.storage import read_facts
 
 Identity = dict[str, str]
 
 
+@dataclass(frozen=True)
+class Named:
+    """A teacher that a config names: where its run is, and the config to train it with first, if a recipe was named."""
+
+    place: Path
+    own: Config | None
+
+
 def names(config: Config) -> list[str]:
     """List the teachers that a config names: runs and recipes."""
-    if not config.run.teacher:
-        return []
-    given = [name.strip() for name in config.run.teacher.split(",")]
+    whole = config.run.teacher
+    if not whole or Path(whole).is_dir():  # whose name may hold a comma
+        return [whole] if whole else []
+    given = [name.strip() for name in whole.split(",")]
     if not all(given):
-        raise ConfigError(f"--teacher {config.run.teacher!r} has a comma without a run or recipe on both sides of it")
+        raise ConfigError(f"--teacher {whole!r} has a comma without a run or recipe on both sides of it")
     return given
 
 
@@ -39,41 +49,51 @@ def with_absolute_paths(config: Config) -> str:
     return ",".join(name if name in recipes else str(Path(name).absolute()) for name in names(config))
 
 
-def places(config: Config, run_dir: Path) -> list[Path]:
-    """Say where the run of each teacher is."""
-    recipes = recipe_names()
-    return [
-        run_dir / f"teacher-{i}" if name in recipes else Path(name) for i, name in enumerate(names(config), start=1)
-    ]
-
-
-def own_teachers(config: Config, run_dir: Path) -> list[Config]:
-    """Give the configs of the teachers that a run trains first, by recipes.
-
-    They have the run's own seed; a recipe that is named again, the next one each time.
-    """
+def named(config: Config, run_dir: Path) -> list[Named]:
+    """Find the teachers that a config names. A recipe has the run's own seed; named again, the next one each time."""
     recipes, given, found = recipe_names(), names(config), []
-    for i, (name, place) in enumerate(zip(given, places(config, run_dir), strict=True)):
+    for i, name in enumerate(given):
+        place, own = run_dir / f"teacher-{i + 1}", None
         if name in recipes:
             recipe = load_recipe(name)
             train = replace(recipe.train, seed=config.train.seed + given[:i].count(name))
             run = replace(config.run, teacher=recipe.run.teacher, out=str(place), grow_from="", resume="auto")
-            found.append(Config(model=recipe.model, train=train, eval=config.eval, run=run))
+            own = Config(model=recipe.model, train=train, eval=config.eval, run=run)
+        elif Path(name).exists() or not place.is_dir():  # else a recipe that this release has no more
+            place = Path(name)
+        found.append(Named(place, own))
     return found
 
 
-def named_teachers(config: Config, run_dir: Path, *, begun: bool) -> Identity | None:
+def own_teachers(config: Config, run_dir: Path) -> list[Config]:
+    """Give the configs of the teachers that a run trains first."""
+    return [each.own for each in named(config, run_dir) if each.own]
+
+
+def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: bool) -> Identity | None:
     """Identify the teachers that a config names, if any; a run's own are not there before the run has begun."""
-    if not names(config):
-        return None
-    if config.train.loss not in SOFTMAXES:
+    teachers = named(config, run_dir)
+    if teachers and config.train.loss not in SOFTMAXES:
         raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
     found = []
-    for name, place in zip(names(config), places(config, run_dir), strict=True):
-        if begun or name not in recipe_names():
-            folder = checkpoint.find(place, "best")
-            found.append((place, folder, read_facts(folder)))
-    return identify(found) if len(found) == len(names(config)) else None
+    for each in teachers:
+        if begun or not each.own:
+            if not each.place.exists():
+                raise ConfigError(f"--teacher: there is no run at {each.place}, and no recipe {each.place.name!r}")
+            folder = checkpoint.find(each.place, "best")
+            facts = read_facts(folder)
+            require_same_graph(each.place, facts, graph)
+            found.append((each.place, folder, facts))
+    return identify(found) if teachers and len(found) == len(teachers) else None
+
+
+def require_same_graph(run_dir: Path, facts: dict[str, Any], graph: Graph) -> None:
+    """Raise ConfigError where a teacher was trained on another graph."""
+    if facts["graph_checksum"] != graph.checksum:
+        raise ConfigError(
+            f"--teacher {run_dir} was trained on another graph than {graph.path} (checksum "
+            f"{facts['graph_checksum'][:20]}, not {graph.checksum[:20]}); train a teacher on this one"
+        )
 
 
 def identify(teachers: list[tuple[Path, Path, dict[str, Any]]]) -> Identity:

@@ -85,6 +85,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     from sattle_dist.costs import Workload
     from sattle_dist.graph import Graph
     from sattle_dist.memory import teacher_models
+    from sattle_dist.teacher import names
     from sattle_dist.units import parse_count
 
     counts = {name: options[name] for name in ("entities", "relations", "triples", "queries") if options[name]}
@@ -119,6 +120,11 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
         cuda=uses_cuda(config, options),
         teachers=teacher_models(config),
     )
+    assumptions += [
+        f"the teacher {name} is trained before; `sattle plan --recipe {name}` plans that"
+        for name in dict.fromkeys(names(config))
+        if name in recipe_names()
+    ]
     if config.run.teacher and not work.teachers:
         raise ConfigError(f"--teacher {config.run.teacher} is no run: it has no readable config.toml")
     return work, assumptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -49,8 +50,8 @@ def config_for(epochs: int, **settings: Any) -> Config:
     return make_config(**{"epochs": epochs, "schedule": "constant", "eval_every": 0, "save_every": 2, **settings})
 
 
-def train_teacher(group: Group, graph: Path, run_dir: Path, epochs: int) -> None:
-    config = config_for(epochs, **TEACHER)
+def train_teacher(group: Group, graph: Path, run_dir: Path, epochs: int, **more: Any) -> None:
+    config = config_for(epochs, **{**TEACHER, **more})
     lock = prepare_run_dir(run_dir, config, Graph.open(graph)) if group.rank == 0 else None
     make_trainer(group, graph, run_dir, config).run()
     del lock
@@ -66,9 +67,9 @@ def teacher(graph: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def second(graph: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another, trained for longer."""
+    """Another, of another dim, trained for longer."""
     run_dir = tmp_path_factory.mktemp("runs") / "second"
-    run_processes(1, train_teacher, graph, run_dir, 3)
+    run_processes(1, functools.partial(train_teacher, dim=4), graph, run_dir, 3)
     return run_dir
 
 
@@ -251,6 +252,49 @@ def test_a_recipe_as_teacher_is_trained_first(graph: Path, tmp_path: Path) -> No
         assert weights_of(one / run.name) == weights_of(run)
     run_processes(2, train_all, graph, tmp_path / "taught", student_config(*apart), 0)
     assert weights_of(one) == weights_of(tmp_path / "taught")
+
+
+def disagree(group: Group, graph: Path, run_dir: Path) -> str:
+    """Name the same recipe once or twice, by rank."""
+    config = student_config(*[Path("families")] * (1 + group.rank)).override({"out": str(run_dir)}, "test")
+    with pytest.raises(ConfigError) as caught:
+        train_run(config, Graph.open(graph), group, CPU, Steps(""))
+    return str(caught.value)
+
+
+def test_ranks_that_name_other_teachers_are_refused(graph: Path, tmp_path: Path) -> None:
+    for said in run_processes(2, disagree, graph, tmp_path / "run"):
+        assert "teacher differs between processes: 'families' on rank 0, 'families, families' on rank 1" in said
+
+
+def test_what_a_run_needs_is_asked_before_its_teachers_learn(graph: Path, tmp_path: Path) -> None:
+    config = student_config(Path("tiny")).override({"grow_from": str(tmp_path / "nowhere")}, "test")
+    (said,) = run_processes(1, refused, graph, tmp_path / "grown", config)
+    assert f"no run at {tmp_path / 'nowhere'}" in said
+    assert not (tmp_path / "grown" / "teacher-1").exists()
+
+
+def test_a_teacher_whose_recipe_has_changed_can_be_named_as_a_run(graph: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_processes(1, train_teacher, graph, run / "teacher-1", 2)  # with another seed than the run's
+    (said,) = run_processes(1, refused, graph, run, student_config(Path("tiny")))
+    assert said.startswith(f"in teacher-1: {run / 'teacher-1'} holds a run with other settings (seed was 8, is 3)")
+    assert f"`--teacher {run / 'teacher-1'}` takes what it has learnt" in said
+    assert run_processes(1, train_all, graph, tmp_path / "taught", student_config(run / "teacher-1"), 0) == [""]
+    gone = tmp_path / "a_recipe_of_an_older_release"
+    assert run_processes(1, train_all, graph, run, student_config(gone), 0) == [""]  # what it has trained is there
+
+
+def refused(group: Group, graph: Path, run_dir: Path, config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_all(group, graph, run_dir, config, 0)
+    return str(caught.value)
+
+
+def test_a_run_whose_name_has_a_comma_can_teach(graph: Path, teacher: Path, tmp_path: Path) -> None:
+    shutil.copytree(teacher, tmp_path / "a,b", symlinks=True)
+    (got,) = run_processes(1, train_all, graph, tmp_path / "run", student_config(tmp_path / "a,b"), 0)
+    assert got == ""
 
 
 def test_the_command_trains_a_recipe_as_teacher(tmp_path: Path) -> None:
