@@ -23,8 +23,9 @@ import click
 
 from benchmarks import record, reproduction_page
 from benchmarks.paper_figures import HITS, ROWS
+from sattle_dist import teacher
 from sattle_dist.commands.train import resolve_config
-from sattle_dist.config import Config, ConfigError, load_toml, settings
+from sattle_dist.config import Config, ConfigError, load_recipe, load_toml, settings
 
 RESULT = record.RESULTS / "reproduction.json"
 OTHER_RUNS = ("grow_from", "teacher")  # settings by which other runs have a say in the numbers
@@ -69,7 +70,7 @@ def make_jobs() -> dict[str, Job]:
     jobs = {name: Job(name) for row in ROWS for name in (f"{row.recipe}-fast", row.recipe)}
     for heads in (4, 16):
         jobs[f"heads-{heads}"] = Job("fb15k237-twomult-100-teacher", {"num_heads": heads})
-    jobs["heads-64"] = Job("fb15k237-twomult-100-teacher", folder="fb15k237-twomult-100-fast/teacher")
+    jobs["heads-64"] = Job("fb15k237-twomult-100-teacher", folder="fb15k237-twomult-100-fast/teacher-1")
     for dim in (32, 64, 100):
         recipe = f"fb15k237-twomult-{dim}"
         jobs[f"curve-{dim}"] = Job(recipe, {"epochs": CURVE_EPOCHS}, folder=recipe)
@@ -97,7 +98,7 @@ def main(names: tuple[str, ...], runs: Path, shared_machine: bool, listed: bool)
     for name in jobs:
         job = JOBS[name]
         run_dir = runs / (job.folder or name)
-        if is_done(run_dir, job.config().train.epochs):
+        if is_done(run_dir, job.config().train.epochs) and collect(job, run_dir):
             click.echo(f"{name}: done before")
         elif (code := train(job, run_dir, options, shared_machine=shared_machine)) != 0:
             raise click.ClickException(f"{name} ended with exit code {code}; the same command goes on with it")
@@ -127,7 +128,8 @@ def train(job: Job, run_dir: Path, options: list[str], *, shared_machine: bool) 
     """Train a job, or go on with it; keep beside it when it was at work, over all its resumes."""
     run_dir.mkdir(parents=True, exist_ok=True)
     log = Sittings(run_dir / "sittings.json")
-    log.begin(shared_machine, last_sign=(run_dir / "metrics.jsonl"))
+    signs = sorted(run_dir.rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    log.begin(shared_machine, last_sign=signs[-1] if signs else run_dir / "metrics.jsonl")
     command = [sys.executable, "-m", job.module, *job.arguments(), "--out", str(run_dir), *options]
     code = subprocess.run(command, check=False).returncode
     log.end()
@@ -194,15 +196,16 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     if ran.model != asked.model or not same_training(ran, asked):
         return None
     metrics, sittings = metrics[: asked.train.epochs], Sittings(run_dir / "sittings.json")
-    of_teacher = Sittings(run_dir / "teacher" / "sittings.json")  # where it was trained as a job of its own
+    of_teachers = [Sittings(path) for path in run_dir.glob("teacher-*/sittings.json")]  # where they were jobs, too
     result: dict[str, Any] = {
         "command": job.command(),
         "seed": ran.train.seed,
         "precision": ran.run.precision,
         "epochs": len(metrics),
         "of": asked.train.epochs,
+        "epochs_of_teachers": [load_recipe(name).train.epochs for name in teacher.names(asked)],
         "valid": {str(line["epoch"]): line["valid"]["mrr"] for line in metrics if line.get("valid")},
-        "seconds": sum_times(sittings, of_teacher),
+        "seconds": sum_times([sittings, *of_teachers]),
         "stamp": sittings.stamp(),
     }
     if is_done(run_dir, asked.train.epochs) and len(read_metrics(run_dir)) == asked.train.epochs:
@@ -212,15 +215,15 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     return result
 
 
-def sum_times(run: Sittings, teacher: Sittings) -> float | None:
-    """Give the time a run took, with that of its teacher where that was another job; None where some is unknown."""
-    seconds, before = run.seconds(), teacher.seconds() if teacher.items else 0.0
-    return None if seconds is None or before is None else round(seconds + before, 1)
+def sum_times(sittings: list[Sittings]) -> float | None:
+    """Give the time that a run and those of its teachers that were jobs of their own took; None where it is unknown."""
+    seconds = [each.seconds() for each in sittings]
+    return None if None in seconds else round(sum(filter(None, seconds)), 1)
 
 
 def same_training(ran: Config, asked: Config) -> bool:
     """Tell whether a run is the one asked for, at least in its beginning."""
-    if any(getattr(ran.run, name) != getattr(asked.run, name) for name in OTHER_RUNS):
+    if ran.run.grow_from != asked.run.grow_from or teacher.names(ran) != teacher.names(asked):
         return False
     before, after = vars(ran.train).copy(), vars(asked.train).copy()
     if asked.train.schedule != "cosine":  # only there the number of epochs changes the beginning

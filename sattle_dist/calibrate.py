@@ -65,7 +65,7 @@ class StepTimes:
 
 def calibrate(work: Workload, *, here: bool) -> Speed:
     """Time this machine at a workload, in the workload's processes (`here`), or as one device among others like it."""
-    work = replace(work, teacher=None)  # the same arithmetic
+    work = replace(work, teachers=())  # the same arithmetic
     if here and work.world_size > 1:
         run = RunConfig(device=work.config.run.device, threads=work.config.run.threads)
         try:

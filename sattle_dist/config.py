@@ -174,7 +174,8 @@ class RunConfig:
     teacher: str = setting(
         "",
         "Learn from the scores of this run besides: it must be of the same graph, its model may be another "
-        "(losses softmax and filtered). Or a recipe: it is trained first, with this run's seed, in RUN/teacher.",
+        "(losses softmax and filtered). Or a recipe: it is trained first, in RUN/teacher-1. Or several of these, "
+        "separated by commas: from the mean of their scores.",
     )
     max_restarts: int = setting(
         0, "How often to start all processes again, from the last checkpoint, when one has failed.", least=0

@@ -45,7 +45,7 @@ class Workload:
     num_queries: int
     world_size: int
     cuda: bool = False
-    teacher: ModelConfig | None = None  # the model of the run's teacher
+    teachers: tuple[ModelConfig, ...] = ()  # the models of the run's teachers
 
     @property
     def dim(self) -> int:
@@ -107,22 +107,31 @@ class Workload:
 
     @property
     def num_scorers(self) -> int:
-        """How many models score the candidates: this one, and its teacher if it has one."""
-        return 1 if self.teacher is None else 2
+        """How many scores a candidate has: that of this model, and the mean of its teachers if it has any."""
+        return 2 if self.teachers else 1
 
     @property
     def keeps_scores(self) -> bool:
         """Whether softmax keeps all scores of the shard between its two passes, or forms them twice."""
         return self.num_scorers * self.num_rows * self.num_scored * FLOAT <= self.score_budget
 
-    def as_teacher(self) -> Workload | None:
-        """Give the teacher's workload, as if it were trained; None where there is no teacher."""
-        if self.teacher is None:
-            return None
-        return replace(self, config=replace(self.config, model=self.teacher), teacher=None)
+    @property
+    def dim_teachers(self) -> int:
+        """D', the numbers in a row of all teachers."""
+        return sum(teacher.dim for teacher in self.teachers)
+
+    def as_teachers(self) -> list[Workload]:
+        """Give the workload of each teacher, as if it were trained."""
+        return [replace(self, config=replace(self.config, model=model), teachers=()) for model in self.teachers]
 
 
-STATE = ("entity rows and biases", "their gradients", "their optimizer state", "encoder, decoder, relations", "teacher")
+STATE = (
+    "entity rows and biases",
+    "their gradients",
+    "their optimizer state",
+    "encoder, decoder, relations",
+    "teachers",
+)
 """The parts of the memory that live as long as the run."""
 
 
@@ -134,7 +143,7 @@ def memory_parts(work: Workload) -> dict[str, int]:
         "their gradients": table,
         "their optimizer state": 2 * table,
         "encoder, decoder, relations": 4 * replicated + FLOAT * (work.num_replicated - work.num_replicated_trained),
-        "teacher": teacher_bytes(work),
+        "teachers": teacher_bytes(work),
         "activations of the encoder": activation_bytes(work) + kept_bytes(work),
         "query vectors": query_bytes(work),
         "score buffer": score_bytes(work),
@@ -144,9 +153,8 @@ def memory_parts(work: Workload) -> dict[str, int]:
 
 
 def teacher_bytes(work: Workload) -> int:
-    """Count the teacher's parameters, and the buckets that DistributedDataParallel makes for gradients it never has."""
-    teacher = work.as_teacher()
-    return FLOAT * (teacher.num_table + 2 * teacher.num_replicated) if teacher else 0
+    """Count the teachers' parameters, and DistributedDataParallel's buckets for gradients that they never have."""
+    return sum(FLOAT * (teacher.num_table + 2 * teacher.num_replicated) for teacher in work.as_teachers())
 
 
 def activation_bytes(work: Workload) -> int:
@@ -264,9 +272,8 @@ def bytes_sent(work: Workload) -> dict[str, float]:
     if work.config.train.loss in SOFTMAXES:  # a maximum and a sum per query; filtered has its targets' pull besides
         numbers = 2 * work.num_scorers + (work.config.train.loss == "filtered")
         sent["softmax"] = others * numbers * work.num_scored * FLOAT
-    if work.teacher:
-        sent["queries"] += others * work.num_own * work.teacher.dim * FLOAT
-        sent["source rows"] += work.num_own * away * work.teacher.dim * FLOAT
+    sent["queries"] += others * work.num_own * work.dim_teachers * FLOAT
+    sent["source rows"] += work.num_own * away * work.dim_teachers * FLOAT
     return sent
 
 
@@ -274,9 +281,9 @@ def num_messages(work: Workload) -> int:
     """Count the exchanges of a step that wait for one another."""
     small = 2 * len(norm_widths(work)) + {"softmax": 1, "filtered": 2}.get(work.config.train.loss, 0)
     rows_and_vectors = 4
-    of_teacher = 3 if work.teacher else 0  # its rows, its vectors, its maximum and sum
+    of_teachers = 3 if work.teachers else 0  # their rows, their vectors, their maximum and sum
     ring = 2 * (work.world_size - 1)
-    return small + rows_and_vectors + of_teacher + ring if work.world_size > 1 else 0
+    return small + rows_and_vectors + of_teachers + ring if work.world_size > 1 else 0
 
 
 def norm_widths(work: Workload) -> list[int]:
@@ -292,23 +299,22 @@ def encoder_flops(work: Workload) -> float:
     decoder = d**3 if read == 2 else 0
     per_query = attention + 2 * read * d * model.dim_hidden + decoder
     per_step = h * v * d * (d + 1)  # value and output projection, multiplied once
-    teacher = work.as_teacher()
-    forward_of_teacher = encoder_flops(teacher) / 3 if teacher else 0
-    return 3 * 2 * (work.num_own * per_query + per_step) + forward_of_teacher
+    forward_of_teachers = sum(encoder_flops(teacher) / 3 for teacher in work.as_teachers())
+    return 3 * 2 * (work.num_own * per_query + per_step) + forward_of_teachers
 
 
 def score_flops(work: Workload) -> float:
     """Count the operations of scoring all queries against one shard, with the gradients of rows and queries."""
     forms_twice = work.config.train.loss in SOFTMAXES and not work.keeps_scores
     scores = 2 * work.num_rows * work.num_scored  # operations per number of a row
-    of_teacher = (2 if forms_twice else 1) * scores * work.teacher.dim if work.teacher else 0
-    return (4 if forms_twice else 3) * scores * work.dim + of_teacher
+    of_teachers = (2 if forms_twice else 1) * scores * work.dim_teachers
+    return (4 if forms_twice else 3) * scores * work.dim + of_teachers
 
 
 def score_traffic(work: Workload) -> float:
     """Count the bytes of scores that pass through memory where no cache holds them: written, read, by each pass."""
     passes = 7 if work.config.train.loss in SOFTMAXES else 5
-    if work.teacher:  # its scores: written, raised, read; ours: weighed, joined with them
+    if work.teachers:  # their mean scores: written, raised, read; ours: weighed, joined with them
         passes += 9
     return passes * FLOAT * work.num_rows * work.num_scored
 

@@ -66,6 +66,20 @@ def digest_labels(graph: Graph, table: str, count: int) -> str:
 def load(learner: Learner, graph: Graph, config: Config, old_run: Path) -> dict[str, Any]:
     """Fill a new learner with the best checkpoint of another run; give where it came from. Every rank must call it."""
     group = learner.group
+    folder = choose(group, graph, config, old_run)
+    facts = verify(folder, group)
+    fill(learner, folder, facts)
+    group.barrier()
+    return {
+        "run": str(old_run),
+        "checkpoint": folder.name,
+        "graph_checksum": facts["graph_checksum"],
+        **{f"num_{name}": facts["graph"][name]["count"] for name in ("entities", "relations")},
+    }
+
+
+def choose(group: Group, graph: Graph, config: Config, old_run: Path) -> Path:
+    """Give the best checkpoint of another run, if a run may begin with it. Every rank must call it."""
     found, problem = "", ""
     if group.rank == 0:
         try:
@@ -77,16 +91,7 @@ def load(learner: Learner, graph: Graph, config: Config, old_run: Path) -> dict[
     found, problem = group.share((found, problem))
     if problem:
         raise ConfigError(problem)
-    folder = old_run / "checkpoints" / found
-    facts = verify(folder, group)
-    fill(learner, folder, facts)
-    group.barrier()
-    return {
-        "run": str(old_run),
-        "checkpoint": found,
-        "graph_checksum": facts["graph_checksum"],
-        **{f"num_{name}": facts["graph"][name]["count"] for name in ("entities", "relations")},
-    }
+    return old_run / "checkpoints" / str(found)
 
 
 def check(facts: dict[str, Any], graph: Graph, config: Config, old_run: Path) -> None:

@@ -19,7 +19,7 @@ from sattle_dist.loss import OneToAllLoss
 from sattle_dist.model import QueryModel
 from sattle_dist.randomness import draw_masks
 from sattle_dist.sharding import Sharding
-from sattle_dist.table import ShardedTable
+from sattle_dist.table import ShardedTable, lookup
 from sattle_dist.task import ShardTask, Teacher
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ class Learner:
             group=group,
             product_dtype=self.product_dtype,
         )
-        self.teacher: Learner | None = None  # set from outside, where there is one
+        self.teachers: Teachers | None = None  # set from outside, where there are any
         decayed = [self.table.rows]
         others = [p for _, p in self.named_parameters() if p is not self.table.rows]
         self.optimizer = torch.optim.AdamW(  # without weight decay: Adam
@@ -83,7 +83,7 @@ class Learner:
             query_weight=batch.query_weight,
             total_weight=batch.total_weight,
             target_weight=batch.target_weight,
-            teacher=self.teacher.teach(batch, self.config.train.teacher_weight) if self.teacher else None,
+            teacher=self.teachers.teach(batch, self.config.train.teacher_weight) if self.teachers else None,
         )
         loss, grad_query = self.loss(task, *self.table.allocate_gradients(), report=report)
         query.backward(self.group.reduce_scatter(grad_query, "query gradients").to(query.dtype))
@@ -94,18 +94,6 @@ class Learner:
             parameter_group["lr"] = rate
         self.optimizer.step()
         return loss
-
-    @torch.no_grad()
-    def teach(self, batch: Batch, weight: float) -> Teacher:
-        """Be the teacher of a batch: give this model's queries and this rank's shard. Every rank must call it."""
-        with self.autocast():
-            query = self.encode(self.table.lookup(batch.lookup), batch.relation)
-        return Teacher(
-            query=self.group.all_gather(query.float(), "queries"),
-            rows=self.table.rows.detach(),
-            bias=self.table.bias.detach(),
-            weight=weight,
-        )
 
     def autocast(self) -> torch.autocast:
         """Round the factors of the encoder's products where --precision asks for it."""
@@ -122,6 +110,33 @@ class Learner:
         self.model.eval()
         query: Tensor = self.model(source, relation, torch.ones_like(relation), {})
         return query
+
+
+class Teachers:
+    """Frozen models that are one scorer: the mean of their scores, as their vectors side by side.
+
+    Their rows are joined to one table, of which each keeps its part, so that rows and queries of all travel together.
+    """
+
+    def __init__(self, learners: list[Learner]) -> None:
+        self.learners, self.group = learners, learners[0].group
+        tables = [learner.table for learner in learners]
+        self.dims = [table.rows.shape[1] for table in tables]
+        self.rows = tables[0].rows.detach() if len(tables) == 1 else torch.cat([t.rows.detach() for t in tables], 1)
+        self.bias = torch.stack([table.bias.detach() for table in tables]).mean(0)
+        for table, part in zip(tables, torch.split(self.rows, self.dims, 1), strict=True):
+            table.rows.data = part
+
+    @torch.no_grad()
+    def teach(self, batch: Batch, weight: float) -> Teacher:
+        """Give the queries of a batch and this rank's shard. Every rank must call it."""
+        sources = torch.split(lookup(self.rows, batch.lookup, self.group), self.dims, 1)
+        queries = []
+        for learner, source in zip(self.learners, sources, strict=True):
+            with learner.autocast():
+                queries.append(learner.encode(source, batch.relation).float())
+        query = torch.cat(queries, 1) / len(queries)
+        return Teacher(query=self.group.all_gather(query, "queries"), rows=self.rows, bias=self.bias, weight=weight)
 
 
 def replicate(model: QueryModel, group: Group) -> DistributedDataParallel:

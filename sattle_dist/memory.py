@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sattle_dist import costs
+from sattle_dist import costs, teacher
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, ModelConfig, load_recipe, load_toml, recipe_names
 from sattle_dist.costs import Workload
@@ -101,23 +101,23 @@ def require_fits(config: Config, graph: Graph, group: Group, device: torch.devic
         num_queries=len(index),
         world_size=group.world_size,
         cuda=device.type == "cuda",
-        teacher=teacher_model(config),
+        teachers=teacher_models(config),
     )
     problems = group.gather_objects(find_problem(work, Place.from_environment().local_world_size, device))
     if problem := next(filter(None, problems), ""):
         raise ConfigError(problem)
 
 
-def teacher_model(config: Config) -> ModelConfig | None:
-    """Read which model the teacher has that a config names; one that cannot be read is refused where it is opened."""
-    if not config.run.teacher:
-        return None
-    if config.run.teacher in recipe_names():
-        return load_recipe(config.run.teacher).model
+def teacher_models(config: Config) -> tuple[ModelConfig, ...]:
+    """Read which models the teachers have that a config names; none, if one is unreadable: it is refused elsewhere."""
+    recipes, given = recipe_names(), teacher.names(config)
     try:
-        return load_toml(Path(config.run.teacher) / "config.toml", Config()).model
+        return tuple(
+            (load_recipe(name) if name in recipes else load_toml(Path(name) / "config.toml", Config())).model
+            for name in given
+        )
     except ConfigError:
-        return None
+        return ()
 
 
 def find_problem(work: Workload, num_local: int, device: torch.device) -> str:

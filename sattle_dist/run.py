@@ -5,7 +5,7 @@ RUN/metrics.jsonl    a line per epoch
 RUN/test.json        the metrics of the test split with their protocol, once training has ended (docs/evaluation.md)
 RUN/test_positions.parquet    the position of every test query
 RUN/checkpoints/     see checkpoint.py
-RUN/teacher/         the run directory of the teacher that the run has trained first, where it has one of its own
+RUN/teacher-1/       the run directory of a teacher that the run has trained first, where it has any of its own
 RUN/lock             held while a run trains here
 """
 
@@ -25,7 +25,8 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
 from sattle_dist.files import replacing
 from sattle_dist.graph import Graph, GraphError
-from sattle_dist.learner import Learner
+from sattle_dist.learner import Learner, Teachers
+from sattle_dist.selection import is_exhausted
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
 
 HEAD = "# The settings of this run, written by `sattle train`.\n"
@@ -41,7 +42,7 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
     file = run_dir / "config.toml"
     try:
         checkpoints = checkpoint.list_checkpoints(run_dir)
-        its_teacher = teacher.named_teacher(config, run_dir, begun=bool(checkpoints))
+        its_teacher = teacher.identify_teachers(config, run_dir, graph, begun=bool(checkpoints))
         if config.run.resume != "auto" and not checkpoints:
             raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
         if (run_dir / "manifest.json").exists():
@@ -59,8 +60,9 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
         settings = config.override({"nproc": 0, "resume": "auto"}, "run directory")
         with replacing(file) as draft:
             draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
-        for result in ("test.json", "test_positions.parquet"):
-            (run_dir / result).unlink(missing_ok=True)
+        if not (facts and has_ended(facts, config) and config.run.resume == "auto"):
+            for result in ("test.json", "test_positions.parquet"):  # of fewer epochs
+                (run_dir / result).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
     return lock
@@ -74,6 +76,11 @@ def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
         except DamagedCheckpoint:
             continue
     return None
+
+
+def has_ended(facts: dict[str, Any], config: Config) -> bool:
+    """Tell whether a checkpoint is the last of its run."""
+    return facts["epoch"] == config.train.epochs or is_exhausted(facts["history"], config.eval.patience)
 
 
 def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph: Graph) -> None:
@@ -189,17 +196,18 @@ def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "be
     return learner, graph, config
 
 
-def open_teacher(config: Config, graph: Graph, group: Group, device: torch.device) -> tuple[Learner, teacher.Identity]:
-    """Open the teacher that a config names; give also what identifies it. Every rank must call it."""
-    run_dir = Path(config.run.teacher)
-    folder, facts, its_config = read_run(run_dir, group, "best")
-    if facts["graph_checksum"] != graph.checksum:
-        raise ConfigError(
-            f"--teacher {run_dir} was trained on another graph than {graph.path} (checksum "
-            f"{facts['graph_checksum'][:20]}, not {graph.checksum[:20]}); train a teacher on this one"
-        )
-    # It multiplies as the run that it teaches does.
-    its_config = its_config.override({"precision": config.run.precision}, "teacher")
-    learner = Learner(its_config, graph.num_entities, graph.num_relations, group, device)
-    checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
-    return learner, teacher.identify(run_dir, folder, facts)
+def open_teachers(
+    config: Config, run_dir: Path, graph: Graph, group: Group, device: torch.device
+) -> tuple[Teachers, teacher.Identity]:
+    """Open the teachers that a config names; give also what identifies them. Every rank must call it."""
+    learners, found = [], []
+    for place in (each.place for each in teacher.named(config, run_dir)):
+        folder, facts, its_config = read_run(place, group, "best")
+        teacher.require_same_graph(place, facts, graph)
+        # It multiplies as the run that it teaches does.
+        its_config = its_config.override({"precision": config.run.precision}, "teacher")
+        learner = Learner(its_config, graph.num_entities, graph.num_relations, group, device)
+        checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
+        learners.append(learner)
+        found.append((place, folder, facts))
+    return Teachers(learners), teacher.identify(found)

@@ -159,9 +159,10 @@ def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -
     # Of the settings that change no number, those that change which exchanges are made.
     names = ("precision", "save_every", "saving", "score_memory", "resume")
     mine |= {name: getattr(config.run, name) for name in names}
-    for name in ("grow_from", "teacher"):  # the path itself may differ between machines, a recipe's name may not
-        given = getattr(config.run, name)
-        mine[name] = given if given in recipe_names() else bool(given)
+    # A path may differ between machines, a recipe's name may not.
+    recipes, teachers = recipe_names(), config.run.teacher.split(",")
+    mine["grow_from"] = bool(config.run.grow_from)
+    mine["teacher"] = ", ".join(name.strip() if name.strip() in recipes else "a run" for name in teachers if name)
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

@@ -52,9 +52,7 @@ class ShardedTable(nn.Module):
 
     def lookup(self, plan: Lookup) -> Tensor:
         """Fetch the source rows [B, D] of this rank's queries from their owners. Every rank must call it."""
-        answers = self.rows.detach()[plan.asked_rows]  # [A, D]
-        distinct = self.group.all_to_all(answers, plan.asked, plan.ask, "source rows")  # [U, D]
-        return distinct[plan.place]
+        return lookup(self.rows.detach(), plan, self.group)
 
     def return_gradients(self, plan: Lookup, grad: Tensor) -> None:
         """Add the gradients [B, D] of looked-up rows to the owners' `rows.grad`. Every rank must call it."""
@@ -62,3 +60,10 @@ class ShardedTable(nn.Module):
         returned = self.group.all_to_all(distinct, plan.ask, plan.asked, "source gradients")  # [A, D]
         assert self.rows.grad is not None
         self.rows.grad.index_add_(0, plan.asked_rows, returned)
+
+
+def lookup(rows: Tensor, plan: Lookup, group: Group) -> Tensor:
+    """Fetch rows [B, D] of sharded rows [S, D] from their owners. Every rank must call it."""
+    answers = rows[plan.asked_rows]  # [A, D]
+    distinct = group.all_to_all(answers, plan.asked, plan.ask, "source rows")  # [U, D]
+    return distinct[plan.place]

@@ -1,61 +1,108 @@
-"""Which teacher a run has: another run of the same graph, from whose scores it learns beside its targets.
+"""Which teachers a run has: other runs of the same graph, from whose mean score it learns beside its targets.
 
-The other run is there already, or a recipe is named: then it is a part of this one, trained first, in RUN/teacher.
+Such a run is there already, or a recipe is named: then it is a part of this one, trained first, in RUN/teacher-1.
 
 A teacher is the best checkpoint of that run, frozen. Its entity table is cut over the ranks like that of the run it
-teaches, so its scores are formed shard by shard, and never travel (`run.open_teacher` opens it, loss.py heeds it). What
-identifies it is a digest of its weights, kept in every checkpoint of the run that it teaches.
+teaches, so its scores are formed shard by shard, and never travel (`run.open_teachers` opens it, loss.py heeds it).
+What identifies it is a digest of its weights, kept in every checkpoint of the run that it teaches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sattle_dist import checkpoint
 from sattle_dist.config import Config, ConfigError, load_recipe, recipe_names
+from sattle_dist.graph import Graph
 from sattle_dist.loss import SOFTMAXES
 from sattle_dist.storage import read_facts
-
-OWN = "teacher"  # where a run keeps the teacher that it has trained itself
 
 Identity = dict[str, str]
 
 
-def own_teacher(config: Config, run_dir: Path) -> Config | None:
-    """Give the config of the teacher that a run trains first; None where it has none, or one that is there already."""
-    if config.run.teacher not in recipe_names():
-        return None
-    recipe = load_recipe(config.run.teacher)
-    return Config(
-        model=recipe.model,
-        train=replace(recipe.train, seed=config.train.seed),
-        eval=config.eval,
-        run=replace(config.run, teacher=recipe.run.teacher, out=str(run_dir / OWN), grow_from="", resume="auto"),
-    )
+@dataclass(frozen=True)
+class Named:
+    """A teacher that a config names: where its run is, and the config to train it with first, if a recipe was named."""
+
+    place: Path
+    own: Config | None
 
 
-def named_teacher(config: Config, run_dir: Path, *, begun: bool) -> Identity | None:
-    """Identify the teacher that a config names, if it names one; a run's own is not there before the run has begun."""
-    if not config.run.teacher:
-        return None
-    if config.train.loss not in SOFTMAXES:
+def names(config: Config) -> list[str]:
+    """List the teachers that a config names: runs and recipes."""
+    whole = config.run.teacher
+    if not whole or Path(whole).is_dir():  # whose name may hold a comma
+        return [whole] if whole else []
+    given = [name.strip() for name in whole.split(",")]
+    if not all(given):
+        raise ConfigError(f"--teacher {whole!r} has a comma without a run or recipe on both sides of it")
+    return given
+
+
+def with_absolute_paths(config: Config) -> str:
+    """Give the teachers that a config names, so that they are found from anywhere."""
+    recipes = recipe_names()
+    return ",".join(name if name in recipes else str(Path(name).absolute()) for name in names(config))
+
+
+def named(config: Config, run_dir: Path) -> list[Named]:
+    """Find the teachers that a config names. A recipe has the run's own seed; named again, the next one each time."""
+    recipes, given, found = recipe_names(), names(config), []
+    for i, name in enumerate(given):
+        place, own = run_dir / f"teacher-{i + 1}", None
+        if name in recipes:
+            recipe = load_recipe(name)
+            train = replace(recipe.train, seed=config.train.seed + given[:i].count(name))
+            run = replace(config.run, teacher=recipe.run.teacher, out=str(place), grow_from="", resume="auto")
+            own = Config(model=recipe.model, train=train, eval=config.eval, run=run)
+        elif Path(name).exists() or not place.is_dir():  # else a recipe that this release has no more
+            place = Path(name)
+        found.append(Named(place, own))
+    return found
+
+
+def own_teachers(config: Config, run_dir: Path) -> list[Config]:
+    """Give the configs of the teachers that a run trains first."""
+    return [each.own for each in named(config, run_dir) if each.own]
+
+
+def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: bool) -> Identity | None:
+    """Identify the teachers that a config names, if any; a run's own are not there before the run has begun."""
+    teachers = named(config, run_dir)
+    if teachers and config.train.loss not in SOFTMAXES:
         raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
-    its_own = own_teacher(config, run_dir)
-    if its_own and not begun:
-        return None
-    place = Path(its_own.run.out if its_own else config.run.teacher)
-    folder = checkpoint.find(place, "best")
-    return identify(place, folder, read_facts(folder))
+    found = []
+    for each in teachers:
+        if begun or not each.own:
+            if not each.place.exists():
+                raise ConfigError(f"--teacher: there is no run at {each.place}, and no recipe {each.place.name!r}")
+            folder = checkpoint.find(each.place, "best")
+            facts = read_facts(folder)
+            require_same_graph(each.place, facts, graph)
+            found.append((each.place, folder, facts))
+    return identify(found) if teachers and len(found) == len(teachers) else None
 
 
-def identify(run_dir: Path, folder: Path, facts: dict[str, Any]) -> Identity:
-    """Say which run and checkpoint it is, and hash the checksums of its files: the same wherever they are."""
-    digest = hashlib.sha256(json.dumps(facts["files"], sort_keys=True).encode()).hexdigest()
-    return {"run": str(run_dir), "checkpoint": folder.name, "digest": digest}
+def require_same_graph(run_dir: Path, facts: dict[str, Any], graph: Graph) -> None:
+    """Raise ConfigError where a teacher was trained on another graph."""
+    if facts["graph_checksum"] != graph.checksum:
+        raise ConfigError(
+            f"--teacher {run_dir} was trained on another graph than {graph.path} (checksum "
+            f"{facts['graph_checksum'][:20]}, not {graph.checksum[:20]}); train a teacher on this one"
+        )
+
+
+def identify(teachers: list[tuple[Path, Path, dict[str, Any]]]) -> Identity:
+    """Say of (run, checkpoint, facts) which they are, and hash the checksums of their files, wherever they are."""
+    digest = hashlib.sha256()
+    for _, _, facts in teachers:
+        digest.update(json.dumps(facts["files"], sort_keys=True).encode())
+    runs, folders = [str(run) for run, _, _ in teachers], [folder.name for _, folder, _ in teachers]
+    return {"run": ",".join(runs), "checkpoint": ", ".join(folders), "digest": digest.hexdigest()}
 
 
 def require_same_teacher(before: Identity | None, now: Identity | None) -> None:

@@ -27,7 +27,7 @@ from sattle_dist.learner import Learner
 from sattle_dist.metrics import metrics
 from sattle_dist.progress import Progress
 from sattle_dist.results import Result, report_test
-from sattle_dist.run import open_teacher
+from sattle_dist.run import open_teachers
 from sattle_dist.runtime import EXIT_DIVERGED
 from sattle_dist.saver import Saver
 from sattle_dist.schedule import learning_rate
@@ -83,7 +83,7 @@ class Trainer:
         run = config.run
         self.lineage = {"graph": grow.describe(graph, group)}
         if run.teacher:
-            self.learner.teacher, self.lineage["teacher"] = open_teacher(config, graph, group, device)
+            self.learner.teachers, self.lineage["teacher"] = open_teachers(config, run_dir, graph, group, device)
         self.resumed_from = ""
         if found := resume.choose(run_dir, run.resume, group):
             self._resume(*found)

@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 import torch
 
-from sattle_dist import teacher
+from sattle_dist import grow, teacher
 from sattle_dist.checkpoint import list_checkpoints
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError, UserError, recipe_names
+from sattle_dist.config import Config, ConfigError, StoppedError, UserError
 from sattle_dist.graph import Graph
 from sattle_dist.jobs import Steps, number_of_processes, work_as_one
 from sattle_dist.launch import Restarts, run_workers
@@ -42,9 +42,9 @@ def start(config: Config) -> int:
             raise ConfigError(f"{graph.path} has no training triples")
         if config.eval.patience and not config.eval.eval_every:
             raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
-        others = {name: getattr(config.run, name) for name in ("grow_from", "teacher")}
-        known = ("", *recipe_names())
-        places = {name: str(Path(place).absolute()) for name, place in others.items() if place not in known}
+        places = {"teacher": teacher.with_absolute_paths(config)}
+        if config.run.grow_from:
+            places["grow_from"] = str(Path(config.run.grow_from).absolute())
         config = config.override({"graph": str(graph.path), "nproc": nproc, **places}, "command line")
         if restarted():
             config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time
@@ -60,8 +60,10 @@ def start(config: Config) -> int:
         def where_it_goes_on() -> str:
             if saved := list_checkpoints(run_dir):
                 return f"from {saved[-1].name}"
-            of_teacher = list_checkpoints(run_dir / teacher.OWN)
-            return f"from {of_teacher[-1].name} of its teacher" if of_teacher else "from the beginning"
+            for its_teacher in reversed(teacher.own_teachers(config, run_dir)):
+                if saved := list_checkpoints(Path(its_teacher.run.out)):
+                    return f"from {saved[-1].name} of {Path(its_teacher.run.out).name}"
+            return "from the beginning"
 
         return run_workers(
             arguments,
@@ -80,7 +82,6 @@ def work(config: Config, graph: Graph) -> int:
     interrupted: list[Interrupted] = []
 
     def train(group: Group, device: torch.device) -> None:
-        require_same_everywhere(config, graph.checksum, group)
         try:
             trainer, lock = train_run(config, graph, group, device, steps)
         except Interrupted as stop:
@@ -99,26 +100,46 @@ def work(config: Config, graph: Graph) -> int:
 
 
 def train_run(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps) -> tuple[Trainer, object]:
-    """Train a run, but first the teacher that is a part of it, if it has one; give it with the lock of its directory.
+    """Train a run, but first the teachers that are a part of it, if any; give it with the lock of its directory.
 
     Every rank must call it.
     """
+    require_same_everywhere(config, graph.checksum, group)
     require_fits(config, graph, group, device)
     config, lock = agree_on_run_dir(config, graph, group)
     run_dir = Path(config.run.out)
-    if its_teacher := teacher.own_teacher(config, run_dir):
-        if not group.share(bool(list_checkpoints(run_dir))):  # else it had learnt all when this run began
-            if group.rank == 0:
-                click.echo(f"the teacher first, by the recipe {config.run.teacher}")
-            train_run(its_teacher, graph, group, device, steps)
-            gc.collect()  # its optimizer state, before there is another
-        config = config.override({"teacher": its_teacher.run.out}, "teacher")
+    if not group.share(bool(list_checkpoints(run_dir))):  # else its teachers had learnt all when it began
+        train_teachers(config, graph, group, device, steps)
     trainer = Trainer(config, graph, run_dir, group, device)
     trainer.on_step = steps.note
     if group.rank == 0:
         describe(trainer)
     train_until_asked_to_stop(trainer)
     return trainer, lock
+
+
+def train_teachers(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps) -> None:
+    """Train the teachers that are a part of a run, or the rest of them, if it has any. Every rank must call it."""
+    teachers = teacher.own_teachers(config, Path(config.run.out))
+    if teachers and config.run.grow_from:
+        grow.choose(group, graph, config, Path(config.run.grow_from))  # refuses now what it would refuse later
+    for its_config in teachers:
+        require_fits(its_config, graph, group, device)
+    for its_config in teachers:
+        place = Path(its_config.run.out)
+        if group.rank == 0:
+            click.echo(f"first {place.name}:")
+        try:
+            train_run(its_config, graph, group, device, steps)
+        except Interrupted:
+            raise
+        except (UserError, StoppedError) as error:
+            advice = f"its settings are its recipe's; `--teacher {place}` takes what it has learnt"
+            error.args = (f"in {place.name}: {error} ({advice})",)
+            raise
+        gc.collect()  # its optimizer state, before there is another
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def train_until_asked_to_stop(trainer: Trainer) -> None:

@@ -84,7 +84,8 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     """Read the sizes from a graph or from the options."""
     from sattle_dist.costs import Workload
     from sattle_dist.graph import Graph
-    from sattle_dist.memory import teacher_model
+    from sattle_dist.memory import teacher_models
+    from sattle_dist.teacher import names
     from sattle_dist.units import parse_count
 
     counts = {name: options[name] for name in ("entities", "relations", "triples", "queries") if options[name]}
@@ -117,9 +118,14 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
         num_queries=sizes[3],
         world_size=devices,
         cuda=uses_cuda(config, options),
-        teacher=teacher_model(config),
+        teachers=teacher_models(config),
     )
-    if config.run.teacher and work.teacher is None:
+    assumptions += [
+        f"the teacher {name} is trained before; `sattle plan --recipe {name}` plans that"
+        for name in dict.fromkeys(names(config))
+        if name in recipe_names()
+    ]
+    if config.run.teacher and not work.teachers:
         raise ConfigError(f"--teacher {config.run.teacher} is no run: it has no readable config.toml")
     return work, assumptions
 

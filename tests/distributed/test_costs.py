@@ -15,13 +15,20 @@ from sattle_dist.calibrate import measure_speed
 from sattle_dist.collectives import Group
 from sattle_dist.costs import Workload
 from sattle_dist.graph import Graph
+from sattle_dist.learner import Teachers
 from tests.distributed.test_step import make_config, make_learner
 from tests.graphs import write_graph
 from tests.processes import run_processes
 
 N, R, BATCH = 131, 3, 16
-CASES = [("bce", "twomult", 0), ("softmax", "tucker", 0), ("filtered", "twomult", 0), ("filtered", "twomult", 7)]
-"""Loss, decoder, and the dim of the teacher, if there is one."""
+CASES: list[tuple[str, str, tuple[int, ...]]] = [
+    ("bce", "twomult", ()),
+    ("softmax", "tucker", ()),
+    ("filtered", "twomult", ()),
+    ("filtered", "twomult", (7,)),
+    ("softmax", "twomult", (7, 4)),
+]
+"""Loss, decoder, and the dims of the teachers, if there are any."""
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +38,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_graph(tmp_path_factory.mktemp("g") / "ring", {"train": triples}, num_entities=N, num_relations=R)
 
 
-def make_work(loss: str, decoder: str, world_size: int, teacher_dim: int = 0) -> Workload:
+def make_work(loss: str, decoder: str, world_size: int, teacher_dims: tuple[int, ...] = ()) -> Workload:
     return Workload(
-        teacher=make_config(loss, decoder, dim=teacher_dim).model if teacher_dim else None,
+        teachers=tuple(make_config(loss, decoder, dim=dim).model for dim in teacher_dims),
         config=make_config(loss, decoder, batch_size=BATCH),
         num_entities=N,
         num_relations=R,
@@ -46,10 +53,11 @@ def make_work(loss: str, decoder: str, world_size: int, teacher_dim: int = 0) ->
 def count(group: Group, path: Path) -> list[dict[str, Any]]:
     """Take the 16 whole batches of an epoch that are planned at once; give what each case sent, and its exchanges."""
     results = []
-    for loss, decoder, teacher_dim in CASES:
+    for loss, decoder, teacher_dims in CASES:
         learner, batches = make_learner(make_config(loss, decoder, batch_size=BATCH), Graph.open(path), group)
-        if teacher_dim:
-            learner.teacher, _ = make_learner(make_config(loss, decoder, dim=teacher_dim), Graph.open(path), group)
+        if teacher_dims:
+            configs = [make_config(loss, decoder, dim=dim) for dim in teacher_dims]
+            learner.teachers = Teachers([make_learner(config, Graph.open(path), group)[0] for config in configs])
         group.bytes_sent.clear()
         epoch = batches.epoch(0)
         taken = [next(epoch) for _ in range(16)]
@@ -63,8 +71,8 @@ def count(group: Group, path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_by_kind_are_those_of_real_steps(world_size: int, path: Path) -> None:
     measured = run_processes(world_size, count, path)
-    for case, (loss, decoder, teacher_dim) in enumerate(CASES):
-        work = make_work(loss, decoder, world_size, teacher_dim)
+    for case, (loss, decoder, teacher_dims) in enumerate(CASES):
+        work = make_work(loss, decoder, world_size, teacher_dims)
         counted = costs.bytes_sent(work)
         ring = 2 * (world_size - 1)  # DistributedDataParallel's, which is no all-to-all
         for rank in measured:

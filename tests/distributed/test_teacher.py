@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import os
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from sattle_dist import memory
+from sattle_dist import teacher as teacher_module
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
 from sattle_dist.dense import dense_loss
 from sattle_dist.graph import Graph
+from sattle_dist.jobs import Steps
 from sattle_dist.learner import Learner
-from sattle_dist.run import prepare_run_dir
+from sattle_dist.run import open_teachers, prepare_run_dir
+from sattle_dist.stopping import Interrupted
 from sattle_dist.storage import read_facts
 from sattle_dist.trainer import Trainer
+from sattle_dist.training import train_run
 from tests.distributed.test_checkpoint import make_trainer
 from tests.distributed.test_step import make_config
 from tests.graphs import random_splits, write_graph
@@ -40,8 +50,8 @@ def config_for(epochs: int, **settings: Any) -> Config:
     return make_config(**{"epochs": epochs, "schedule": "constant", "eval_every": 0, "save_every": 2, **settings})
 
 
-def train_teacher(group: Group, graph: Path, run_dir: Path, epochs: int) -> None:
-    config = config_for(epochs, **TEACHER)
+def train_teacher(group: Group, graph: Path, run_dir: Path, epochs: int, **more: Any) -> None:
+    config = config_for(epochs, **{**TEACHER, **more})
     lock = prepare_run_dir(run_dir, config, Graph.open(graph)) if group.rank == 0 else None
     make_trainer(group, graph, run_dir, config).run()
     del lock
@@ -55,8 +65,16 @@ def teacher(graph: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def student_config(run_dir: Path, **more: Any) -> Config:
-    return config_for(2, **{**STUDENT, "teacher": str(run_dir), **more})
+@pytest.fixture(scope="module")
+def second(graph: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another, of another dim, trained for longer."""
+    run_dir = tmp_path_factory.mktemp("runs") / "second"
+    run_processes(1, functools.partial(train_teacher, dim=4), graph, run_dir, 3)
+    return run_dir
+
+
+def student_config(*run_dirs: Path, **more: Any) -> Config:
+    return config_for(2, **{**STUDENT, "teacher": ",".join(map(str, run_dirs)), **more})
 
 
 def scores_of(learner: Learner, source: torch.Tensor, relation: torch.Tensor) -> torch.Tensor:
@@ -87,8 +105,9 @@ def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config)
         targets[query].append(row)
     source = batch.lookup.asked_rows[batch.lookup.place][: batch.num_queries]
     relation = batch.relation[: batch.num_queries]
-    assert learner.teacher is not None
-    teacher_scores = scores_of(learner.teacher, source, relation).double()
+    each = [config.override({"teacher": name}, "test") for name in config.run.teacher.split(",")]
+    opened = [open_teachers(one, run_dir, trainer.graph, group, CPU)[0].learners[0] for one in each]
+    teacher_scores = torch.stack([scores_of(run, source, relation).double() for run in opened]).mean(0)
     learner.model.train()
     rows = learner.table.rows.detach()
     query = learner.model(rows[source], relation, batch.query_weight[: batch.num_queries], {})
@@ -99,11 +118,13 @@ def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config)
     return {"loss": loss.item(), "bias": grad_bias, "relations": grad_relations}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_step_heeds_the_teacher(world_size: int, graph: Path, teacher: Path, tmp_path: Path) -> None:
-    """Loss and gradients against the dense formula, dropout off, with a teacher of another decoder and dim."""
+@pytest.mark.parametrize(("world_size", "num_teachers"), [(1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])
+def test_a_step_heeds_its_teachers(
+    world_size: int, num_teachers: int, graph: Path, teacher: Path, second: Path, tmp_path: Path
+) -> None:
+    """Loss and gradients against the dense formula, dropout off, with teachers of another decoder and dim."""
     still = dict.fromkeys(("dropout_input", "dropout_attention", "dropout_output", "dropout_hidden"), 0.0)
-    config = student_config(teacher, label_smoothing=0.1, **still)
+    config = student_config(*[teacher, second][:num_teachers], label_smoothing=0.1, **still)
     (want,) = run_processes(1, first_step_densely, graph, tmp_path / "dense", config)
     ranks = run_processes(world_size, first_step, graph, tmp_path / "run", config)
     for rank in ranks:
@@ -161,16 +182,18 @@ def refusal(group: Group, graph: Path, run_dir: Path, config: Config) -> str:
     return str(caught.value)
 
 
-def test_another_teacher_is_refused(graph: Path, teacher: Path, tmp_path: Path) -> None:
+def test_another_teacher_is_refused(graph: Path, teacher: Path, second: Path, tmp_path: Path) -> None:
     run_processes(1, train_and_stop, graph, tmp_path / "taught", student_config(teacher), 0)
-    shutil.copytree(tmp_path / "taught", tmp_path / "copy", symlinks=True)  # a refusal may hold the lock for a while
+    for copy in ("copy", "another"):  # a refusal may hold the lock for a while
+        shutil.copytree(tmp_path / "taught", tmp_path / copy, symlinks=True)
     run_processes(1, train_and_stop, graph, tmp_path / "alone", student_config(teacher, teacher=""), 0)
-    run_processes(1, train_teacher, graph, tmp_path / "longer", 3)
     splits = random_splits(7, num_entities=N, num_relations=R, num_triples=200)
     elsewhere = write_graph(tmp_path / "elsewhere", splits, num_entities=N, num_relations=R)
     wanted = [
         (graph, "taught", {"teacher": ""}, f"this run learns from a teacher; name it: --teacher {teacher}"),
-        (graph, "copy", {"teacher": str(tmp_path / "longer")}, "is not what this run began with, epoch-00002 of"),
+        (graph, "copy", {"teacher": str(second)}, "is not what this run began with, epoch-00002 of"),
+        (graph, "another", {"teacher": f"{teacher},{second}"}, "(epoch-00002, epoch-00003) is not what this run began"),
+        (graph, "newest", {"teacher": f"{teacher},"}, "has a comma without a run or recipe on both sides of it"),
         (graph, "alone", {}, "this run began without a teacher; leave --teacher"),
         (elsewhere, "new", {}, "was trained on another graph than"),
         (graph, "newer", {"loss": "bce"}, "--teacher goes with --loss softmax or filtered, got 'bce'"),
@@ -187,36 +210,109 @@ def weights_of(run: Path) -> dict[str, Any]:
     return files
 
 
-def test_a_recipe_as_teacher_is_trained_first(tmp_path: Path) -> None:
-    """One command, stopped while its teacher learns and started again, against two: the same weights of both runs."""
-    common = ["--graph", str(small_graph(tmp_path)), "--nproc", "2", "--seed", "3", "--threads", "1", "--device", "cpu"]
-    student = [*SMALL, "--loss", "filtered", "--epochs", "2"]
-    one = [*SATTLE, *common, *student, "--teacher", "families", "--out", str(tmp_path / "one")]
+def train_all(group: Group, graph: Path, run_dir: Path, config: Config, stop_at: int) -> str:
+    """Train a run and the teachers it names by a recipe, in place of whose file stands TEACHER; give what ended it."""
+    recipe = config_for(2, **TEACHER)
+    taken, steps = [0], Steps("")
 
-    def train(arguments: list[str]) -> str:
-        with running(arguments, tmp_path) as command:
-            code, errors = command.end()
-            assert code == 0, errors
-            return command.out.read_text()
+    def count(epoch: int, step: int) -> None:
+        taken[0] += 1
+        if taken[0] == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    with running(one, tmp_path) as command:
-        command.wait_for("epoch 3/40")
-        command.process.send_signal(signal.SIGTERM)
+    with contextlib.ExitStack() as patches:
+        for module in (teacher_module, memory):
+            patches.enter_context(mock.patch.object(module, "recipe_names", return_value=["tiny"]))
+            patches.enter_context(mock.patch.object(module, "load_recipe", return_value=recipe))
+        patches.enter_context(mock.patch.object(steps, "note", count))
+        try:
+            _, lock = train_run(config.override({"out": str(run_dir)}, "test"), Graph.open(graph), group, CPU, steps)
+        except Interrupted as stop:
+            return str(stop)
+        del lock
+        return ""
+
+
+def test_a_recipe_as_teacher_is_trained_first(graph: Path, tmp_path: Path) -> None:
+    """One run stopped while its second teacher learns, and begun again, against three runs: the same weights of all."""
+    one, config = tmp_path / "one", student_config(Path("tiny"), Path("tiny"))
+    num_steps = math.ceil(len(Graph.open(graph).index("train")) / config.train.batch_size)
+    for rank in run_processes(2, train_all, graph, one, config, 2 * num_steps + 2):
+        assert f"saved as {one / 'teacher-2' / 'checkpoints'}" in rank
+    assert not (one / "checkpoints").exists()
+    for name in ("teacher-1", "teacher-2"):  # results of a run stay as long as it is not trained on
+        (one / name / "test.json").touch()
+    assert run_processes(2, train_all, graph, one, config, 0) == ["", ""]
+    assert (one / "teacher-1" / "test.json").exists()
+    assert not (one / "teacher-2" / "test.json").exists()
+
+    apart = [tmp_path / "teacher-1", tmp_path / "teacher-2"]
+    for i, run in enumerate(apart):
+        run_processes(2, train_all, graph, run, config_for(2, **{**TEACHER, "seed": config.train.seed + i}), 0)
+        assert weights_of(one / run.name) == weights_of(run)
+    run_processes(2, train_all, graph, tmp_path / "taught", student_config(*apart), 0)
+    assert weights_of(one) == weights_of(tmp_path / "taught")
+
+
+def disagree(group: Group, graph: Path, run_dir: Path) -> str:
+    """Name the same recipe once or twice, by rank."""
+    config = student_config(*[Path("families")] * (1 + group.rank)).override({"out": str(run_dir)}, "test")
+    with pytest.raises(ConfigError) as caught:
+        train_run(config, Graph.open(graph), group, CPU, Steps(""))
+    return str(caught.value)
+
+
+def test_ranks_that_name_other_teachers_are_refused(graph: Path, tmp_path: Path) -> None:
+    for said in run_processes(2, disagree, graph, tmp_path / "run"):
+        assert "teacher differs between processes: 'families' on rank 0, 'families, families' on rank 1" in said
+
+
+def test_what_a_run_needs_is_asked_before_its_teachers_learn(graph: Path, tmp_path: Path) -> None:
+    config = student_config(Path("tiny")).override({"grow_from": str(tmp_path / "nowhere")}, "test")
+    (said,) = run_processes(1, refused, graph, tmp_path / "grown", config)
+    assert f"no run at {tmp_path / 'nowhere'}" in said
+    assert not (tmp_path / "grown" / "teacher-1").exists()
+
+
+def test_a_teacher_whose_recipe_has_changed_can_be_named_as_a_run(graph: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_processes(1, train_teacher, graph, run / "teacher-1", 2)  # with another seed than the run's
+    (said,) = run_processes(1, refused, graph, run, student_config(Path("tiny")))
+    assert said.startswith(f"in teacher-1: {run / 'teacher-1'} holds a run with other settings (seed was 8, is 3)")
+    assert f"`--teacher {run / 'teacher-1'}` takes what it has learnt" in said
+    assert run_processes(1, train_all, graph, tmp_path / "taught", student_config(run / "teacher-1"), 0) == [""]
+    gone = tmp_path / "a_recipe_of_an_older_release"
+    assert run_processes(1, train_all, graph, run, student_config(gone), 0) == [""]  # what it has trained is there
+
+
+def refused(group: Group, graph: Path, run_dir: Path, config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_all(group, graph, run_dir, config, 0)
+    return str(caught.value)
+
+
+def test_a_run_whose_name_has_a_comma_can_teach(graph: Path, teacher: Path, tmp_path: Path) -> None:
+    shutil.copytree(teacher, tmp_path / "a,b", symlinks=True)
+    (got,) = run_processes(1, train_all, graph, tmp_path / "run", student_config(tmp_path / "a,b"), 0)
+    assert got == ""
+
+
+def test_the_command_trains_a_recipe_as_teacher(tmp_path: Path) -> None:
+    graph = small_graph(tmp_path)
+    run = tmp_path / "run"
+    arguments = [*SATTLE, *SMALL, "--graph", str(graph), "--loss", "filtered", "--epochs", "2"]
+    arguments += ["--teacher", "families", "--out", str(run)]
+    with running(arguments, tmp_path) as command:
         code, errors = command.end()
-    assert code == 128 + signal.SIGTERM
-    assert f"saved as {tmp_path / 'one' / 'teacher' / 'checkpoints'}" in errors
-    assert not list((tmp_path / "one" / "checkpoints").glob("*"))
-    assert "resuming after epoch" in train(one)
+    assert code == 0, errors
+    assert "learning from epoch-" in command.out.read_text()
+    assert 'teacher = "families"' in (run / "config.toml").read_text()
+    assert (run / "test.json").exists()
+    assert not (run / "teacher-1" / "test.json").exists()  # it is not judged
 
-    first, second = tmp_path / "first", tmp_path / "second"
-    train([*SATTLE, *common, "--recipe", "families", "--out", str(first)])
-    train([*SATTLE, *common, *student, "--teacher", str(first), "--out", str(second)])
-    assert weights_of(tmp_path / "one" / "teacher") == weights_of(first)
-    assert weights_of(tmp_path / "one") == weights_of(second)
-
-    shutil.rmtree(tmp_path / "one" / "teacher")  # without it the run cannot go on, and says so
-    with running(one, tmp_path) as command:
+    shutil.rmtree(run / "teacher-1")  # without it the run cannot go on, and says so
+    with running(arguments, tmp_path) as command:
         code, errors = command.end()
     assert code == 2
-    assert f"{tmp_path / 'one' / 'teacher'}" in errors
+    assert str(run / "teacher-1") in errors
     assert "Traceback" not in errors

@@ -195,6 +195,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--graph", "g", "--teacher", "none", "--out", "taught"], "no run at"),
         (["train", "--graph", "g", "--teacher", "none", "--loss", "bce", "--out", "bce"], "--teacher goes with"),
         (["plan", "g", "--teacher", "none"], "none is no run: it has no readable config.toml"),
+        (["plan", "g", "--teacher", "families,"], "has a comma without a run or recipe on both sides of it"),
         (["train", "--graph", "g", "--nproc", "21"], "21 processes cannot share 20 entities; use --nproc 20"),
         (["train", "--graph", "g", "--out", "file/run"], "Not a directory"),
         (["train", "--graph", "g", "--device", "cuda"], "--device cuda"),

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from benchmarks import reproduce, reproduction_page
 from benchmarks.reproduce import JOBS, Job, Sittings, collect
-from sattle_dist.config import to_toml
+from sattle_dist.config import load_recipe, to_toml
+from sattle_dist.teacher import names, with_absolute_paths
 from tests.graphs import random_splits, write_graph
 
 TEST = {"mrr": 0.3611, "hits@1": 0.2681, "hits@3": 0.3969, "hits@10": 0.5451}
@@ -32,7 +33,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_run(run_dir: Path, job: Job, epochs: int, *, tested: bool, changed: dict[str, Any] | None = None) -> None:
     """Write a run directory as a training would leave it: valid MRR 0.01 times the epoch, at every tenth."""
     run_dir.mkdir(parents=True)
-    (run_dir / "config.toml").write_text(to_toml(job.config().override(changed or {}, "test")))
+    config = job.config().override(changed or {}, "test")
+    (run_dir / "config.toml").write_text(to_toml(config.override({"teacher": with_absolute_paths(config)}, "test")))
     lines = []
     for epoch in range(1, epochs + 1):
         valid = {"valid": {"mrr": epoch / 100}} if epoch % 10 == 0 else {}
@@ -154,14 +156,15 @@ def test_the_time_of_a_teacher_counts(tmp_path: Path, shared: bool, minutes: str
     job, run_dir = JOBS[name], tmp_path / "runs" / name
     epochs = job.config().train.epochs
     write_run(run_dir, job, epochs, tested=True)
-    write_run(run_dir / "teacher", JOBS["heads-64"], epochs, tested=True)
-    for place, seconds in [(run_dir, 60), (run_dir / "teacher", 120)]:
+    write_run(run_dir / "teacher-1", JOBS["heads-64"], epochs, tested=True)
+    for place, seconds in [(run_dir, 60), (run_dir / "teacher-1", 120)]:
         log = Sittings(place / "sittings.json")
         log.begin(shared and place != run_dir, place / "metrics.jsonl")
         log.items[0]["begin"] -= seconds
         log.end()
     page = shown(tmp_path / "runs")
-    assert f"| {epochs} + {epochs}, {minutes} |" in line(page, "| FB15k-237 | TwoMult | 100 |")
+    before = " + ".join(str(load_recipe(name).train.epochs) for name in names(job.config()))
+    assert f"| {before} + {epochs}, {minutes} |" in line(page, "| FB15k-237 | TwoMult | 100 |")
     assert line(page, "| 64 |").endswith("| 0.361 |")
 
 

@@ -24,7 +24,7 @@ from sattle_dist.costs import Workload
 from sattle_dist.data import Batch, Batches
 from sattle_dist.evaluator import evaluate
 from sattle_dist.graph import Graph
-from sattle_dist.learner import Learner
+from sattle_dist.learner import Learner, Teachers
 from sattle_dist.memory import memory_peaks, with_setting
 from sattle_dist.runtime import joined
 from sattle_dist.saver import Saver
@@ -120,23 +120,26 @@ def test_operations_are_those_of_a_real_step(decoder: str, loss: str, keeps: boo
 
 @pytest.mark.parametrize(("loss", "keeps"), [("softmax", True), ("filtered", False)])
 def test_a_teacher_is_counted(loss: str, keeps: bool, group: Group) -> None:
-    """Its memory and its operations in a step are those of a real one, of another model."""
+    """Memory and operations in a step are those of a real one, with one of another model and a second of the same."""
     plain = make_work(10_000, loss=loss, score_memory=0 if keeps else 1)
     teaching = make_work(10_000, decoder="tucker", dim=40, num_heads=3)
-    work = replace(plain, teacher=teaching.config.model)
+    configs = [teaching.config, plain.config]
+    work = replace(plain, teachers=tuple(config.model for config in configs))
     assert work.keeps_scores == keeps
     learner, batches = start(plain, group)
-    learner.teacher = teacher = Learner(teaching.config, work.num_entities, work.num_relations, group, CPU)
+    teachers = [Learner(config, work.num_entities, work.num_relations, group, CPU) for config in configs]
+    learner.teachers = Teachers(teachers)
     with FlopCounterMode(display=False) as counter:
         learner.step(batches[1], 0, 1, 0.001, report=False)
     counted = costs.encoder_flops(work) + costs.score_flops(work)
     assert counter.get_total_flops() == pytest.approx(counted, rel=0.01)
     assert costs.score_flops(work) > costs.score_flops(plain)
-    held = [*teacher.table.parameters(), *teacher.model.parameters()]
-    bucketed = [p for p in teacher.model.parameters() if p.requires_grad]
+    held = [p for teacher in teachers for p in (*teacher.table.parameters(), *teacher.model.parameters())]
+    bucketed = [p for teacher in teachers for p in teacher.model.parameters() if p.requires_grad]
+    assert all(t.table.rows.untyped_storage().data_ptr() == learner.teachers.rows.data_ptr() for t in teachers)
     counted_bytes = sum(size(p) for p in held) + sum(size(p) for p in bucketed)
-    assert costs.memory_parts(work)["teacher"] == pytest.approx(counted_bytes, rel=0.01)
-    assert costs.memory_parts(plain)["teacher"] == 0
+    assert costs.memory_parts(work)["teachers"] == pytest.approx(counted_bytes, rel=0.01)
+    assert costs.memory_parts(plain)["teachers"] == 0
     assert costs.score_bytes(work) == size(learner.loss._buffer)
 
 
