@@ -169,7 +169,9 @@ class RunConfig:
         "whole), or a name such as epoch-00010.",
     )
     grow_from: str = setting(
-        "", "Begin with what this run has learnt; its graph may have grown since by sattle-ingest --append-to."
+        "",
+        "Begin with what this run has learnt; its graph may have grown since by sattle-ingest --append-to. "
+        "Or a recipe that --teacher names: with what that teacher has learnt.",
     )
     teacher: str = setting(
         "",

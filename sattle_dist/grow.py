@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,7 @@ def choose(group: Group, graph: Graph, config: Config, old_run: Path) -> Path:
 
 def check(facts: dict[str, Any], graph: Graph, config: Config, old_run: Path) -> None:
     """Raise ConfigError where the graph does not extend the one trained before, or the model is another."""
-    model = dataclasses.asdict(config.model)
-    differing = [
-        f"{name} was {value!r}, is {model.get(name)!r}"
-        for name, value in facts["config"]["model"].items()
-        if model.get(name) != value and not name.startswith("dropout")
-    ]
-    if differing:
-        raise ConfigError(f"--grow-from {old_run}: that run has another model ({'; '.join(differing)})")
+    require_same_model(facts["config"]["model"], config, old_run)
     for name, now in (("entities", graph.num_entities), ("relations", graph.num_relations)):
         old = facts["graph"][name]
         if now < old["count"] or digest_labels(graph, name, old["count"]) != old["labels"]:
@@ -111,6 +105,18 @@ def check(facts: dict[str, Any], graph: Graph, config: Config, old_run: Path) ->
                 f"--grow-from {old_run}: {graph.path} does not begin with the {old['count']} {name} of its graph; "
                 "grow a graph with `sattle-ingest --append-to`, which keeps its ids"
             )
+
+
+def require_same_model(old: Mapping[str, Any], config: Config, old_run: Path) -> None:
+    """Raise ConfigError where another run's model, given by its settings, is not the one to be trained."""
+    model = dataclasses.asdict(config.model)
+    differing = [
+        f"{name} was {value!r}, is {model.get(name)!r}"
+        for name, value in old.items()
+        if model.get(name) != value and not name.startswith("dropout")
+    ]
+    if differing:
+        raise ConfigError(f"--grow-from {old_run}: that run has another model ({'; '.join(differing)})")
 
 
 def fill(learner: Learner, folder: Path, facts: dict[str, Any]) -> None:

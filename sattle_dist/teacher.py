@@ -26,7 +26,7 @@ Identity = dict[str, str]
 
 @dataclass(frozen=True)
 class Named:
-    """A teacher that a config names: where its run is, and the config to train it with first, if a recipe was named."""
+    """Another run that a config names: where it is, and the config to train it with first, if a recipe was named."""
 
     place: Path
     own: Config | None
@@ -43,10 +43,15 @@ def names(config: Config) -> list[str]:
     return given
 
 
-def with_absolute_paths(config: Config) -> str:
-    """Give the teachers that a config names, so that they are found from anywhere."""
-    recipes = recipe_names()
-    return ",".join(name if name in recipes else str(Path(name).absolute()) for name in names(config))
+def with_absolute_paths(config: Config) -> dict[str, str]:
+    """Give the settings that name other runs, so that these are found from anywhere."""
+    recipes, given, begin = recipe_names(), names(config), config.run.grow_from
+    teachers = [name if name in recipes else str(Path(name).absolute()) for name in given]
+    if begin and not (begin in recipes and begin in given):
+        if begin in recipes and not Path(begin).exists():
+            raise ConfigError(f"--grow-from {begin}: that is a recipe; to train it first, name it with --teacher too")
+        begin = str(Path(begin).absolute())
+    return {"teacher": ",".join(teachers), "grow_from": begin}
 
 
 def named(config: Config, run_dir: Path) -> list[Named]:
@@ -63,6 +68,16 @@ def named(config: Config, run_dir: Path) -> list[Named]:
             place = Path(name)
         found.append(Named(place, own))
     return found
+
+
+def beginning(config: Config, run_dir: Path) -> Named | None:
+    """Find the run that a run begins with, if any: one of its own teachers, named by its recipe, or any other run."""
+    if not config.run.grow_from:
+        return None
+    for name, its_teacher in zip(names(config), named(config, run_dir), strict=True):
+        if its_teacher.own and name == config.run.grow_from:
+            return its_teacher
+    return Named(Path(config.run.grow_from), None)
 
 
 def own_teachers(config: Config, run_dir: Path) -> list[Config]:

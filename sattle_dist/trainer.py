@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sattle_dist import checkpoint, grow, resume
+from sattle_dist import checkpoint, grow, resume, teacher
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, StoppedError
 from sattle_dist.data import Batches
@@ -87,8 +87,8 @@ class Trainer:
         self.resumed_from = ""
         if found := resume.choose(run_dir, run.resume, group):
             self._resume(*found)
-        elif run.grow_from:
-            self.lineage["grown_from"] = grow.load(self.learner, graph, config, Path(run.grow_from))
+        elif begin := teacher.beginning(config, run_dir):
+            self.lineage["grown_from"] = grow.load(self.learner, graph, config, begin.place)
         self.saver = Saver(
             self.learner, run_dir, keep=run.keep, background=run.saving == "background", timeout=run.timeout
         )

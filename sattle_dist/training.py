@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -42,10 +42,8 @@ def start(config: Config) -> int:
             raise ConfigError(f"{graph.path} has no training triples")
         if config.eval.patience and not config.eval.eval_every:
             raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
-        places = {"teacher": teacher.with_absolute_paths(config)}
-        if config.run.grow_from:
-            places["grow_from"] = str(Path(config.run.grow_from).absolute())
-        config = config.override({"graph": str(graph.path), "nproc": nproc, **places}, "command line")
+        places = {"graph": str(graph.path), **teacher.with_absolute_paths(config)}
+        config = config.override({"nproc": nproc, **places}, "command line")
         if restarted():
             config = config.override({"resume": "auto"}, "restart")  # what was asked for was done the first time
         alone = nproc == 1 and (not config.run.max_restarts or Whereabouts.from_environment() is not None)
@@ -121,8 +119,13 @@ def train_run(config: Config, graph: Graph, group: Group, device: torch.device, 
 def train_teachers(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps) -> None:
     """Train the teachers that are a part of a run, or the rest of them, if it has any. Every rank must call it."""
     teachers = teacher.own_teachers(config, Path(config.run.out))
-    if teachers and config.run.grow_from:
-        grow.choose(group, graph, config, Path(config.run.grow_from))  # refuses now what it would refuse later
+    if teachers and (
+        begin := teacher.beginning(config, Path(config.run.out))
+    ):  # refuse now what would be refused later
+        if begin.own:
+            grow.require_same_model(asdict(begin.own.model), config, begin.place)
+        else:
+            grow.choose(group, graph, config, begin.place)
     for its_config in teachers:
         require_fits(its_config, graph, group, device)
     for its_config in teachers:

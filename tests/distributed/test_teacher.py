@@ -254,6 +254,24 @@ def test_a_recipe_as_teacher_is_trained_first(graph: Path, tmp_path: Path) -> No
     assert weights_of(one) == weights_of(tmp_path / "taught")
 
 
+def test_a_run_can_begin_with_a_teacher_of_its_own(graph: Path, tmp_path: Path) -> None:
+    """One run against two: the same weights, which are others than those of a run that begins anew."""
+    model = {"decoder": TEACHER["decoder"], "dim": TEACHER["dim"]}
+    one, apart = tmp_path / "one", tmp_path / "teacher-1"
+    config = student_config(Path("tiny"), grow_from="tiny", **model)
+    assert run_processes(2, train_all, graph, one, config, 0) == ["", ""]
+    run_processes(2, train_all, graph, apart, config_for(2, **{**TEACHER, "seed": config.train.seed}), 0)
+    run_processes(2, train_all, graph, tmp_path / "two", student_config(apart, grow_from=str(apart), **model), 0)
+    run_processes(2, train_all, graph, tmp_path / "anew", student_config(apart, **model), 0)
+    assert weights_of(one) == weights_of(tmp_path / "two") != weights_of(tmp_path / "anew")
+
+    (said,) = run_processes(1, refused, graph, tmp_path / "other", student_config(Path("tiny"), grow_from="tiny"))
+    assert "teacher-1: that run has another model (decoder was 'tucker', is 'twomult'; dim was 5, is 9)" in said
+    assert not (tmp_path / "other" / "teacher-1").exists()
+    with pytest.raises(ConfigError, match="--grow-from families: that is a recipe; to train it first"):
+        teacher_module.with_absolute_paths(student_config(apart, grow_from="families"))
+
+
 def disagree(group: Group, graph: Path, run_dir: Path) -> str:
     """Name the same recipe once or twice, by rank."""
     config = student_config(*[Path("families")] * (1 + group.rank)).override({"out": str(run_dir)}, "test")
