@@ -145,6 +145,7 @@ class Sample:
             random_index(work, STEPS_PER_PLAN * work.config.train.batch_size),
             batch_size=work.config.train.batch_size,
             weigh_by_targets=work.config.train.loss != "kvsall",
+            hearsay=work.config.train.hearsay,
             seed=0,
             sharding=self.learner.sharding,
             group=group,

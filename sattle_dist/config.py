@@ -102,6 +102,13 @@ class TrainConfig:
         least=0,
         most=100,
     )
+    hearsay: float = setting(
+        0.0,
+        "Share of the queries whose source is, where another of its relations allows it, not its own vector but what "
+        "the query of a neighbour says of it: an answer that was learnt into the vector cannot be read off it.",
+        least=0,
+        most=1,
+    )
     teacher_weight: float = setting(
         1.0, "How much the word of a --teacher on the other candidates counts beside the targets.", least=0, most=100
     )

@@ -3,7 +3,8 @@
 Each rank reads its own queries alone. What others must know of them (the sources they have to send, the targets in
 their shard, each query's weight) travels as integers, on the host, for several steps in one exchange.
 
-Shapes: B queries on this rank, G = B * world_size with padding, P targets that this shard owns.
+Shapes: B queries on this rank, G = B * world_size with padding, P targets that this shard owns, H queries of this rank
+whose source is known by hearsay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from sattle_dist.collectives import Group
 from sattle_dist.graph import Int64s, QueryIndex
-from sattle_dist.randomness import Permutation, to_device
+from sattle_dist.randomness import HEARSAY, Permutation, philox, to_device
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import Lookup
 from sattle_dist.task import ShardTargets
@@ -28,6 +29,15 @@ Floats = npt.NDArray[np.float64]
 
 STEPS_PER_PLAN = 16
 ALIGNED = 16  # float32 numbers in a cache line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hearsay:
+    """Queries of this rank whose source is what a neighbour says of it: the query (neighbour, relation) targets it."""
+
+    place: Tensor  # [H] among this rank's queries
+    relation: Tensor  # [H]
+    lookup: Lookup  # of the neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +52,25 @@ class Batch:
     total_weight: float  # sum of query_weight
     num_queries: int  # in the global batch, without padding
     targets: ShardTargets  # of all G queries, in this shard
+    hearsay: Hearsay | None = None
 
     @property
     def own(self) -> slice:
         """The places of this rank's queries in the global batch."""
         return slice(self.first_place, self.first_place + len(self.relation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnHearsay:
+    """The same on the host, before it is known what other ranks ask for."""
+
+    place: Int64s  # [H]
+    neighbour: Int64s  # [H]
+    relation: Int64s  # [H]
+
+    def on(self, device: torch.device, lookup: Lookup) -> Hearsay:
+        """Put it on a device, with the lookup of the neighbours."""
+        return Hearsay(place=_to(self.place, device), relation=_to(self.relation, device), lookup=lookup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +83,7 @@ class OwnQueries:
     num_targets: Int64s  # [B]
     target: Int64s  # [sum of num_targets]
     num_queries: int  # of all ranks together, without padding
+    hearsay: OwnHearsay | None = None
 
 
 class Batches:
@@ -75,12 +100,13 @@ class Batches:
         batch_size: int,
         weigh_by_targets: bool,
         weight_power: float = 1.0,
+        hearsay: float = 0.0,
         seed: int,
         sharding: Sharding,
         group: Group,
         device: torch.device,
     ) -> None:
-        self.index, self.batch_size, self.seed = index, batch_size, seed
+        self.index, self.batch_size, self.seed, self.hearsay = index, batch_size, seed, hearsay
         self.weigh_by_targets, self.weight_power = weigh_by_targets, weight_power
         self.sharding, self.group, self.device = sharding, group, device
         self.num_steps = -(-len(index) // batch_size)
@@ -90,10 +116,10 @@ class Batches:
         order = Permutation(len(self.index), self.seed, epoch)
         for first in range(first_step, self.num_steps, STEPS_PER_PLAN):
             steps = range(first, min(first + STEPS_PER_PLAN, self.num_steps))
-            own = [self.read(order, step) for step in steps]
+            own = [self.read(order, epoch, step) for step in steps]
             yield from route(own, self.sharding, self.group, self.device, self.weight_power)
 
-    def read(self, order: Permutation, step: int) -> OwnQueries:
+    def read(self, order: Permutation, epoch: int, step: int) -> OwnQueries:
         """Read this rank's part of batch `step`, and pad it."""
         start = step * self.batch_size
         num_queries = min(self.batch_size, len(self.index) - start)
@@ -111,7 +137,27 @@ class Batches:
             num_targets=np.pad(num_targets, padding),
             target=target.astype(np.int64),
             num_queries=num_queries,
+            hearsay=self.hear(source, relation, own, epoch, step) if self.hearsay else None,
         )
+
+    def hear(self, source: Int64s, relation: Int64s, own: Int64s, epoch: int, step: int) -> OwnHearsay:
+        """Choose which of these queries, at places `own` of the global batch, hear of their source from a neighbour.
+
+        One of the source's facts under any relation is drawn. If it is of the query's own relation, it is an answer to
+        the query, and the query keeps the source's row.
+        """
+        index, both = self.index, self.index.num_relations_both
+        generator = np.random.Generator(philox(HEARSAY, self.seed, epoch, step))
+        chance, which, whom = generator.random((3, self.batch_size))[:, own]
+        first = np.searchsorted(index.queries, source * both)  # a source's queries stand together
+        last = np.searchsorted(index.queries, (source + 1) * both)
+        fact = first + (which * (last - first)).astype(np.int64)
+        _, its_relation = index.split_keys(index.queries[fact])
+        start, stop = index.offsets[fact], index.offsets[fact + 1]
+        neighbour = index.targets[start + (whom * (stop - start)).astype(np.int64)].astype(np.int64)
+        place = np.flatnonzero((chance < self.hearsay) & (its_relation != relation))
+        back = (its_relation + both // 2) % both  # the inverse relation leads back
+        return OwnHearsay(place=place, neighbour=neighbour[place], relation=back[place])
 
 
 def part_size(num_queries: int, world_size: int) -> int:
@@ -132,33 +178,28 @@ def route(
     To each rank go the rows asked of it, the (query, row) pairs of the targets in its shard, and the queries' weights,
     which are whole numbers on the way and raised to their power by the receiver.
     """
-    lookups = []
-    parts: list[list[Int64s]] = []  # for each step, rows, queries, rows of targets, weights; each cut by rank
+    asking: list[list[Asking]] = []
+    parts: list[list[Int64s]] = []  # for each step, queries, rows of targets, weights, rows asked for; each cut by rank
     for queries in steps:
-        sources, place = np.unique(queries.source, return_inverse=True)
-        asked = cut(sharding.row(sources), sharding.owner(sources), group.world_size)
-        lookups.append((place, [len(rows) for rows in asked]))
         first_place = group.rank * len(queries.source)
         query = np.repeat(first_place + np.arange(len(queries.source)), queries.num_targets)
         owner = sharding.owner(queries.target)
         parts += [
-            asked,
             cut(query, owner, group.world_size),
             cut(sharding.row(queries.target), owner, group.world_size),
             [queries.weight] * group.world_size,
         ]
-    received = exchange(parts, group)
+        asked_for = [queries.source, *([queries.hearsay.neighbour] if queries.hearsay else [])]
+        asking.append([Asking.of(entities, sharding, group) for entities in asked_for])
+        parts += [each.rows for each in asking[-1]]
+    received = iter(exchange(parts, group))
     batches = []
-    for step, (queries, (place, ask)) in enumerate(zip(steps, lookups, strict=True)):
-        asked, *others = received[4 * step : 4 * step + 4]
-        query, row, count = (np.concatenate(pieces) for pieces in others)
+    for queries, asks in zip(steps, asking, strict=True):
+        query, row, count = (np.concatenate(next(received)) for _ in range(3))
+        lookup, *others = [each.lookup(next(received), device) for each in asks]
+        told = queries.hearsay
+        hearsay = told.on(device, *others) if told else None
         weight, target_weight = weigh(count, weight_power)
-        lookup = Lookup(
-            place=_to(place, device),
-            asked_rows=_to(np.concatenate(asked), device),
-            ask=ask,
-            asked=[len(rows) for rows in asked],
-        )
         batches.append(
             Batch(
                 first_place=group.rank * len(queries.source),
@@ -169,9 +210,33 @@ def route(
                 total_weight=float(weight.sum()),
                 num_queries=queries.num_queries,
                 targets=ShardTargets.of(query, row, num_queries=len(weight), device=device),
+                hearsay=hearsay,
             )
         )
     return batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """The rows that this rank asks of each rank, and where each of the entities it needs is among them."""
+
+    rows: list[Int64s]  # by rank
+    place: Int64s  # of each entity among the distinct ones, U in all
+
+    @classmethod
+    def of(cls, entities: Int64s, sharding: Sharding, group: Group) -> Asking:
+        """Ask for the rows of these entities, each once."""
+        distinct, place = np.unique(entities, return_inverse=True)
+        return cls(rows=cut(sharding.row(distinct), sharding.owner(distinct), group.world_size), place=place)
+
+    def lookup(self, asked: list[Int64s], device: torch.device) -> Lookup:
+        """Plan the lookup, once it is known what each rank has asked of this one."""
+        return Lookup(
+            place=_to(self.place, device),
+            asked_rows=_to(np.concatenate(asked), device),
+            ask=[len(rows) for rows in self.rows],
+            asked=[len(rows) for rows in asked],
+        )
 
 
 def weigh(count: Int64s, power: float) -> tuple[Floats, Floats | None]:

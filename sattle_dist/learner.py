@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config
-from sattle_dist.data import Batch
+from sattle_dist.data import Batch, Hearsay
 from sattle_dist.loss import OneToAllLoss
 from sattle_dist.model import QueryModel
 from sattle_dist.randomness import draw_masks
@@ -67,12 +68,15 @@ class Learner:
 
     def step(self, batch: Batch, epoch: int, step: int, rate: float, *, report: bool) -> Tensor | None:
         """Train one global batch; return this shard's part of the loss if asked to report."""
-        self.model.train()
         self.model.zero_grad()
         own, key = batch.own, (self.config.train.seed, epoch, step)
         masks = draw_masks(self.mask_specs, own.start, own.stop, *key, device=self.device)
 
-        source = self.table.lookup(batch.lookup).requires_grad_()  # [B, D]
+        source = self.table.lookup(batch.lookup)  # [B, D]
+        if batch.hearsay:
+            self.hear(source, batch.hearsay)
+        source.requires_grad_()
+        self.model.train()
         with self.autocast():
             query = self.replicated(source, batch.relation, batch.query_weight[own], masks)  # [B, D]
         task = ShardTask(
@@ -88,12 +92,27 @@ class Learner:
         loss, grad_query = self.loss(task, *self.table.allocate_gradients(), report=report)
         query.backward(self.group.reduce_scatter(grad_query, "query gradients").to(query.dtype))
         assert source.grad is not None
+        if batch.hearsay:
+            source.grad.index_fill_(0, batch.hearsay.place, 0)  # these were not the sources' rows
         self.table.return_gradients(batch.lookup, source.grad)
 
         for parameter_group in self.optimizer.param_groups:
             parameter_group["lr"] = rate
         self.optimizer.step()
         return loss
+
+    @torch.no_grad()
+    def hear(self, source: Tensor, hearsay: Hearsay) -> None:
+        """Put what neighbours say of sources in place of their rows in source [B, D]. Every rank must call it.
+
+        A neighbour's query vector points to where its targets' rows should be; it gets the length of the row.
+        """
+        neighbour = self.table.lookup(hearsay.lookup)  # [H, D]
+        if len(neighbour):
+            with self.autocast():
+                said = self.encode(neighbour, hearsay.relation).float()
+            length = torch.linalg.vector_norm(source[hearsay.place], dim=1, keepdim=True)
+            source[hearsay.place] = F.normalize(said) * length
 
     def autocast(self) -> torch.autocast:
         """Round the factors of the encoder's products where --precision asks for it."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # What a key is for; part of the key, so that two uses never share numbers.
-ORDER, MASKS, ROWS, WEIGHTS, TIES, BOOTSTRAP = range(6)
+ORDER, MASKS, ROWS, WEIGHTS, TIES, BOOTSTRAP, HEARSAY = range(7)
 
 ROWS_PER_BLOCK = 1024
 WORDS_PER_COUNT = 16  # one step of Philox's counter yields 256 bits: sixteen 16-bit words

@@ -70,6 +70,7 @@ class Trainer:
             batch_size=config.train.batch_size,
             weigh_by_targets=config.train.loss != "kvsall",
             weight_power=config.train.weight_power,
+            hearsay=config.train.hearsay,
             seed=config.train.seed,
             sharding=self.learner.sharding,
             group=group,
