@@ -46,6 +46,7 @@ def make_learner(config: Config, graph: Graph, group: Group) -> tuple[Learner, B
         batch_size=config.train.batch_size,
         weigh_by_targets=config.train.loss != "kvsall",
         weight_power=config.train.weight_power,
+        hearsay=config.train.hearsay,
         seed=config.train.seed,
         sharding=learner.sharding,
         group=group,
