@@ -130,10 +130,14 @@ def calibration_budget(work: Workload) -> int:
 
 
 def calibration_config(work: Workload) -> Config:
-    """Give the workload's settings; a smaller score buffer where scores are formed twice anyway."""
-    if work.config.train.loss not in SOFTMAXES or work.keeps_scores:
-        return work.config
-    return work.config.override({"score_memory": max(1, calibration_budget(work) // MIB)}, "calibration")
+    """Give the workload's settings; a smaller score buffer where scores are formed twice anyway.
+
+    Without hearsay: it takes the encoder's and the link's speed, and a random graph of few facts has no neighbours.
+    """
+    config = work.config.override({"hearsay": 0.0}, "calibration")
+    if config.train.loss not in SOFTMAXES or work.keeps_scores:
+        return config
+    return config.override({"score_memory": max(1, calibration_budget(work) // MIB)}, "calibration")
 
 
 class Sample:
@@ -145,7 +149,6 @@ class Sample:
             random_index(work, STEPS_PER_PLAN * work.config.train.batch_size),
             batch_size=work.config.train.batch_size,
             weigh_by_targets=work.config.train.loss != "kvsall",
-            hearsay=work.config.train.hearsay,
             seed=0,
             sharding=self.learner.sharding,
             group=group,

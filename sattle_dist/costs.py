@@ -62,6 +62,12 @@ class Workload:
         return part_size(min(self.config.train.batch_size, self.num_queries), self.world_size)
 
     @property
+    def num_heard(self) -> float:
+        """H, those of them whose source is known by hearsay, for sources of as many relations as the average."""
+        real = min(self.config.train.batch_size, self.num_queries) / self.world_size
+        return self.config.train.hearsay * real * max(0, 1 - self.num_entities / self.num_queries)
+
+    @property
     def num_scored(self) -> int:
         """G, the queries that every process scores in a step."""
         return self.num_own * self.world_size
@@ -122,7 +128,9 @@ class Workload:
 
     def as_teachers(self) -> list[Workload]:
         """Give the workload of each teacher, as if it were trained."""
-        return [replace(self, config=replace(self.config, model=model), teachers=()) for model in self.teachers]
+        train = replace(self.config.train, hearsay=0.0)
+        configs = [replace(self.config, model=model, train=train) for model in self.teachers]
+        return [replace(self, config=config, teachers=()) for config in configs]
 
 
 STATE = (
@@ -272,6 +280,9 @@ def bytes_sent(work: Workload) -> dict[str, float]:
     if work.config.train.loss in SOFTMAXES:  # a maximum and a sum per query; filtered has its targets' pull besides
         numbers = 2 * work.num_scorers + (work.config.train.loss == "filtered")
         sent["softmax"] = others * numbers * work.num_scored * FLOAT
+    if work.config.train.hearsay:  # the neighbours' rows
+        sent["source rows"] += work.num_heard * away * work.dim * FLOAT
+        sent["batch plan"] += INT * (work.num_heard * away + others)
     sent["queries"] += others * work.num_own * work.dim_teachers * FLOAT
     sent["source rows"] += work.num_own * away * work.dim_teachers * FLOAT
     return sent
@@ -282,8 +293,9 @@ def num_messages(work: Workload) -> int:
     small = 2 * len(norm_widths(work)) + {"softmax": 1, "filtered": 2}.get(work.config.train.loss, 0)
     rows_and_vectors = 4
     of_teachers = 3 if work.teachers else 0  # their rows, their vectors, their maximum and sum
+    of_hearsay = 1 if work.config.train.hearsay else 0
     ring = 2 * (work.world_size - 1)
-    return small + rows_and_vectors + of_teachers + ring if work.world_size > 1 else 0
+    return small + rows_and_vectors + of_teachers + of_hearsay + ring if work.world_size > 1 else 0
 
 
 def norm_widths(work: Workload) -> list[int]:
@@ -300,7 +312,8 @@ def encoder_flops(work: Workload) -> float:
     per_query = attention + 2 * read * d * model.dim_hidden + decoder
     per_step = h * v * d * (d + 1)  # value and output projection, multiplied once
     forward_of_teachers = sum(encoder_flops(teacher) / 3 for teacher in work.as_teachers())
-    return 3 * 2 * (work.num_own * per_query + per_step) + forward_of_teachers
+    forward_of_hearsay = 2 * (work.num_heard * per_query + per_step) if work.num_heard else 0
+    return 3 * 2 * (work.num_own * per_query + per_step) + forward_of_hearsay + forward_of_teachers
 
 
 def score_flops(work: Workload) -> float:

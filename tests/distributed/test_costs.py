@@ -21,14 +21,14 @@ from tests.graphs import write_graph
 from tests.processes import run_processes
 
 N, R, BATCH = 131, 3, 16
-CASES: list[tuple[str, str, tuple[int, ...]]] = [
-    ("bce", "twomult", ()),
-    ("softmax", "tucker", ()),
-    ("filtered", "twomult", ()),
-    ("filtered", "twomult", (7,)),
-    ("softmax", "twomult", (7, 4)),
+CASES: list[tuple[str, str, tuple[int, ...], float]] = [
+    ("bce", "twomult", (), 0.0),
+    ("softmax", "tucker", (), 0.0),
+    ("filtered", "twomult", (), 0.0),
+    ("filtered", "twomult", (7,), 0.0),
+    ("softmax", "twomult", (7, 4), 1.0),
 ]
-"""Loss, decoder, and the dims of the teachers, if there are any."""
+"""Loss, decoder, the dims of the teachers, if there are any, and hearsay."""
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_graph(tmp_path_factory.mktemp("g") / "ring", {"train": triples}, num_entities=N, num_relations=R)
 
 
-def make_work(loss: str, decoder: str, world_size: int, teacher_dims: tuple[int, ...] = ()) -> Workload:
+def make_work(
+    loss: str, decoder: str, world_size: int, teacher_dims: tuple[int, ...] = (), hearsay: float = 0.0
+) -> Workload:
     return Workload(
         teachers=tuple(make_config(loss, decoder, dim=dim).model for dim in teacher_dims),
-        config=make_config(loss, decoder, batch_size=BATCH),
+        config=make_config(loss, decoder, batch_size=BATCH, hearsay=hearsay),
         num_entities=N,
         num_relations=R,
         num_triples=N,
@@ -53,8 +55,9 @@ def make_work(loss: str, decoder: str, world_size: int, teacher_dims: tuple[int,
 def count(group: Group, path: Path) -> list[dict[str, Any]]:
     """Take the 16 whole batches of an epoch that are planned at once; give what each case sent, and its exchanges."""
     results = []
-    for loss, decoder, teacher_dims in CASES:
-        learner, batches = make_learner(make_config(loss, decoder, batch_size=BATCH), Graph.open(path), group)
+    for loss, decoder, teacher_dims, hearsay in CASES:
+        config = make_config(loss, decoder, batch_size=BATCH, hearsay=hearsay)
+        learner, batches = make_learner(config, Graph.open(path), group)
         if teacher_dims:
             configs = [make_config(loss, decoder, dim=dim) for dim in teacher_dims]
             learner.teachers = Teachers([make_learner(config, Graph.open(path), group)[0] for config in configs])
@@ -71,8 +74,8 @@ def count(group: Group, path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_by_kind_are_those_of_real_steps(world_size: int, path: Path) -> None:
     measured = run_processes(world_size, count, path)
-    for case, (loss, decoder, teacher_dims) in enumerate(CASES):
-        work = make_work(loss, decoder, world_size, teacher_dims)
+    for case, (loss, decoder, teacher_dims, hearsay) in enumerate(CASES):
+        work = make_work(loss, decoder, world_size, teacher_dims, hearsay)
         counted = costs.bytes_sent(work)
         ring = 2 * (world_size - 1)  # DistributedDataParallel's, which is no all-to-all
         for rank in measured:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +24,7 @@ from sattle_dist.config import Config, RunConfig
 from sattle_dist.costs import Workload
 from sattle_dist.data import Batch, Batches
 from sattle_dist.evaluator import evaluate
-from sattle_dist.graph import Graph
+from sattle_dist.graph import Graph, QueryIndex
 from sattle_dist.learner import Learner, Teachers
 from sattle_dist.memory import memory_peaks, with_setting
 from sattle_dist.runtime import joined
@@ -61,6 +62,7 @@ def start(work: Workload, group: Group) -> tuple[Learner, list[Batch]]:
             random_index(work, 3 * size),
             batch_size=size,
             weigh_by_targets=work.config.train.loss != "kvsall",
+            hearsay=work.config.train.hearsay,
             seed=0,
             sharding=learner.sharding,
             group=group,
@@ -116,6 +118,27 @@ def test_operations_are_those_of_a_real_step(decoder: str, loss: str, keeps: boo
     counted = costs.encoder_flops(work) + costs.score_flops(work)
     assert counter.get_total_flops() == pytest.approx(counted, rel=0.01)
     assert costs.encoder_flops(work) == pytest.approx(counter.get_total_flops() - costs.score_flops(work), rel=0.03)
+
+
+@pytest.mark.parametrize("decoder", ["twomult", "tucker"])
+def test_hearsay_is_counted(decoder: str, group: Group) -> None:
+    """Over a graph of 64 entities with as many facts of each of their 14 relations, of which one query in 14 asks."""
+    plain = replace(make_work(64, decoder=decoder), num_queries=64 * 14)
+    work = replace(plain, config=plain.config.override({"hearsay": 1.0}, "test"))
+    learner = Learner(work.config, work.num_entities, work.num_relations, group, CPU)
+    everything = QueryIndex(
+        queries=np.arange(64 * 14),
+        offsets=np.arange(64 * 14 + 1),
+        targets=np.arange(64 * 14, dtype=np.int32) % 64,
+        num_relations_both=14,
+    )
+    settings: dict[str, Any] = {"batch_size": 64, "weigh_by_targets": True, "seed": 0, "sharding": learner.sharding}
+    batches = list(Batches(everything, hearsay=1.0, group=group, device=CPU, **settings).epoch(0))
+    for batch in batches[:2]:
+        with FlopCounterMode(display=False) as counter:
+            learner.step(batch, 0, 0, 0.001, report=False)
+        assert counter.get_total_flops() == pytest.approx(costs.encoder_flops(work) + costs.score_flops(work), rel=0.02)
+    assert costs.encoder_flops(work) > 1.2 * costs.encoder_flops(plain)
 
 
 @pytest.mark.parametrize(("loss", "keeps"), [("softmax", True), ("filtered", False)])
