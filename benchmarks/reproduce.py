@@ -74,9 +74,9 @@ def make_jobs() -> dict[str, Job]:
     for dim in (32, 64, 100):
         recipe = f"fb15k237-twomult-{dim}"
         jobs[f"curve-{dim}"] = Job(recipe, {"epochs": CURVE_EPOCHS}, folder=recipe)
-    jobs["curve-100-triples"] = Job(
-        "fb15k237-twomult-100", {"batch_size": 2048, "epochs": TRIPLES_EPOCHS}, module="benchmarks.triples"
-    )
+    for name, module in (("triples", "benchmarks.triples"), ("file-order", "benchmarks.file_order")):
+        settings = {"batch_size": 2048, "epochs": TRIPLES_EPOCHS}
+        jobs[f"curve-100-{name}"] = Job("fb15k237-twomult-100", settings, module=module)
     return jobs
 
 

@@ -16,6 +16,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
 PLOT = RESULTS / "reproduction.png"
 TUNING = RESULTS / "tuning.json"
 NOT_RUN = "not run yet"
+VARIANTS = {"triples apart": "curve-100-triples", "authors' batches": "curve-100-file-order"}
+"""Other ways to train the curve of d = 100, and their jobs."""
 
 Results = dict[str, dict[str, Any]]
 Configs = dict[str, Config]
@@ -195,15 +197,16 @@ def curve_table(results: Results, has_plot: bool) -> str:
         "## The paper's training, epoch by epoch",
         "",
         "FB15k-237, TwoMult, with the paper's loss and schedule: MRR of the paper's figure / ours on valid. In the",
-        "last column each triple is an example of its own, with its own dropout masks, as in the authors' code",
-        "(`python -m benchmarks.triples`).",
+        "last columns each triple is an example of its own, with its own dropout masks, as in the authors' code",
+        "(`python -m benchmarks.triples`), in the last one in their batches too: as the file has them, every epoch",
+        "(`python -m benchmarks.file_order`).",
         "",
-        "| epoch | " + " | ".join(f"d = {dim}" for dim in CURVES) + " | d = 100, triples apart |",
-        "|---:|" + "---|" * (len(CURVES) + 1),
+        "| epoch | " + " | ".join([*(f"d = {dim}" for dim in CURVES), *(f"d = 100, {v}" for v in VARIANTS)]) + " |",
+        "|---:|" + "---|" * (len(CURVES) + len(VARIANTS)),
     ]
     for epoch in (10, 20, 30, 40, 50, 60):
         cells = []
-        for dim, name in [*((dim, f"curve-{dim}") for dim in CURVES), (100, "curve-100-triples")]:
+        for dim, name in [*((dim, f"curve-{dim}") for dim in CURVES), *((100, name) for name in VARIANTS.values())]:
             ours = results.get(name, {}).get("valid", {}).get(str(epoch))
             cells.append(f"{CURVES[dim][epoch]:.3f} / {f'{ours:.3f}' if ours is not None else NOT_RUN}")
         lines.append(f"| {epoch} | {' | '.join(cells)} |")
@@ -228,9 +231,10 @@ def plot(results: Results) -> None:
         axes.plot(list(paper), list(paper.values()), f"C{i}--", label=f"paper, d = {dim}")
         if ours:
             axes.plot([int(e) for e in ours], list(ours.values()), f"C{i}o-", label=f"ours, d = {dim}")
-    if apart := results.get("curve-100-triples", {}).get("valid", {}):
-        label = "ours, d = 100, triples apart"
-        axes.plot([int(e) for e in apart], list(apart.values()), "ks:", markersize=4, label=label)
+    for (variant, name), marker in zip(VARIANTS.items(), "s^", strict=True):
+        if apart := results.get(name, {}).get("valid", {}):
+            label = f"ours, d = 100, {variant}"
+            axes.plot([int(e) for e in apart], list(apart.values()), f"k{marker}:", markersize=4, label=label)
     axes.set(xlabel="epoch", ylabel="MRR")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -34,7 +34,7 @@ def write_run(run_dir: Path, job: Job, epochs: int, *, tested: bool, changed: di
     """Write a run directory as a training would leave it: valid MRR 0.01 times the epoch, at every tenth."""
     run_dir.mkdir(parents=True)
     config = job.config().override(changed or {}, "test")
-    (run_dir / "config.toml").write_text(to_toml(config.override({"teacher": with_absolute_paths(config)}, "test")))
+    (run_dir / "config.toml").write_text(to_toml(config.override(with_absolute_paths(config), "test")))
     lines = []
     for epoch in range(1, epochs + 1):
         valid = {"valid": {"mrr": epoch / 100}} if epoch % 10 == 0 else {}
