@@ -25,6 +25,7 @@ class FileOrderBatches(TripleBatches):
 
     def __init__(self, index: QueryIndex, **settings: Any) -> None:
         super().__init__(index, **settings)
+        assert self.batch_size % 2 == 0, "half of a batch are inverses: --batch-size must be even"
         self.order = in_batches(*places(self.index, dataset_folder("FB15k-237")), self.batch_size // 2)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:

@@ -104,8 +104,8 @@ class TrainConfig:
     )
     hearsay: float = setting(
         0.0,
-        "Share of the queries whose source is, where another of its relations allows it, not its own vector but what "
-        "the query of a neighbour says of it: an answer that was learnt into the vector cannot be read off it.",
+        "Chance of a query to draw one of its source's facts and, where it is of another relation than the query's, to "
+        "take for the source not its own vector, which has learnt the answer, but what that neighbour's query says.",
         least=0,
         most=1,
     )

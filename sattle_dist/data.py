@@ -143,12 +143,13 @@ class Batches:
     def hear(self, source: Int64s, relation: Int64s, own: Int64s, epoch: int, step: int) -> OwnHearsay:
         """Choose which of these queries, at places `own` of the global batch, hear of their source from a neighbour.
 
-        One of the source's facts under any relation is drawn. If it is of the query's own relation, it is an answer to
-        the query, and the query keeps the source's row.
+        One of the source's facts is drawn, by its relation, then by its target. If it is of the query's own relation,
+        it is what is asked for, and the query keeps the source's row. (The same two entities may have another fact:
+        where a relation is symmetric, its inverse tells of the answer, in valid and test as here.)
         """
         index, both = self.index, self.index.num_relations_both
         generator = np.random.Generator(philox(HEARSAY, self.seed, epoch, step))
-        chance, which, whom = generator.random((3, self.batch_size))[:, own]
+        chance, which, whom = generator.random((3, min(self.batch_size, len(index))))[:, own]
         first = np.searchsorted(index.queries, source * both)  # a source's queries stand together
         last = np.searchsorted(index.queries, (source + 1) * both)
         fact = first + (which * (last - first)).astype(np.int64)

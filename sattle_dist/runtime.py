@@ -160,9 +160,10 @@ def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -
     names = ("precision", "save_every", "saving", "score_memory", "resume")
     mine |= {name: getattr(config.run, name) for name in names}
     # A path may differ between machines, a recipe's name may not.
-    recipes, teachers = recipe_names(), config.run.teacher.split(",")
-    mine["grow_from"] = bool(config.run.grow_from)
-    mine["teacher"] = ", ".join(name.strip() if name.strip() in recipes else "a run" for name in teachers if name)
+    recipes = recipe_names()
+    for name in ("grow_from", "teacher"):
+        runs = [run.strip() for run in getattr(config.run, name).split(",") if run]
+        mine[name] = ", ".join(run if run in recipes else "a run" for run in runs)
     everyone = group.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

@@ -62,7 +62,8 @@ def named(config: Config, run_dir: Path) -> list[Named]:
         if name in recipes:
             recipe = load_recipe(name)
             train = replace(recipe.train, seed=config.train.seed + given[:i].count(name))
-            run = replace(config.run, teacher=recipe.run.teacher, out=str(place), grow_from="", resume="auto")
+            named_runs = {"teacher": recipe.run.teacher, "grow_from": recipe.run.grow_from}
+            run = config.override({"out": str(place), "resume": "auto", **named_runs}, name).run
             own = Config(model=recipe.model, train=train, eval=config.eval, run=run)
         elif Path(name).exists() or not place.is_dir():  # else a recipe that this release has no more
             place = Path(name)
@@ -75,7 +76,7 @@ def beginning(config: Config, run_dir: Path) -> Named | None:
     if not config.run.grow_from:
         return None
     for name, its_teacher in zip(names(config), named(config, run_dir), strict=True):
-        if its_teacher.own and name == config.run.grow_from:
+        if name == config.run.grow_from:
             return its_teacher
     return Named(Path(config.run.grow_from), None)
 

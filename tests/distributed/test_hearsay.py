@@ -64,8 +64,8 @@ def facts_of(path: Path) -> set[tuple[int, int, int]]:
     return set(zip(source.tolist(), relation.tolist(), index.targets.tolist(), strict=True))
 
 
-def test_neighbours_are_true_and_no_answers(graph_path: Path) -> None:
-    """Chosen alike at 1, 2 and 3 processes; never a fact that answers the query; about as many as asked for."""
+def test_neighbours_are_true_and_of_another_relation(graph_path: Path) -> None:
+    """Chosen alike at 1, 2 and 3 processes; never the fact that is asked for; about as many as there should be."""
     queries, facts = queries_of(graph_path, 1), facts_of(graph_path)
     relations: dict[int, set[int]] = {}
     for source, relation, _ in facts:

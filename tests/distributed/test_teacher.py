@@ -272,17 +272,21 @@ def test_a_run_can_begin_with_a_teacher_of_its_own(graph: Path, tmp_path: Path) 
         teacher_module.with_absolute_paths(student_config(apart, grow_from="families"))
 
 
-def disagree(group: Group, graph: Path, run_dir: Path) -> str:
-    """Name the same recipe once or twice, by rank."""
-    config = student_config(*[Path("families")] * (1 + group.rank)).override({"out": str(run_dir)}, "test")
-    with pytest.raises(ConfigError) as caught:
-        train_run(config, Graph.open(graph), group, CPU, Steps(""))
-    return str(caught.value)
+def disagree(group: Group, graph: Path, run_dir: Path) -> list[str]:
+    """Name the same recipe once or twice, by rank; then begin with it, or with a run."""
+    said = []
+    for names, begin in (([Path("families")] * (1 + group.rank), ""), ([Path("families")], ["families", "/run"])):
+        config = student_config(*names, grow_from=begin and begin[group.rank], out=str(run_dir))
+        with pytest.raises(ConfigError) as caught:
+            train_run(config, Graph.open(graph), group, CPU, Steps(""))
+        said.append(str(caught.value))
+    return said
 
 
-def test_ranks_that_name_other_teachers_are_refused(graph: Path, tmp_path: Path) -> None:
-    for said in run_processes(2, disagree, graph, tmp_path / "run"):
-        assert "teacher differs between processes: 'families' on rank 0, 'families, families' on rank 1" in said
+def test_ranks_that_name_other_runs_are_refused(graph: Path, tmp_path: Path) -> None:
+    for teachers, beginnings in run_processes(2, disagree, graph, tmp_path / "run"):
+        assert "teacher differs between processes: 'families' on rank 0, 'families, families' on rank 1" in teachers
+        assert "grow_from differs between processes: 'families' on rank 0, 'a run' on rank 1" in beginnings
 
 
 def test_what_a_run_needs_is_asked_before_its_teachers_learn(graph: Path, tmp_path: Path) -> None:
