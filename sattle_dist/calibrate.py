@@ -132,9 +132,10 @@ def calibration_budget(work: Workload) -> int:
 def calibration_config(work: Workload) -> Config:
     """Give the workload's settings; a smaller score buffer where scores are formed twice anyway.
 
-    Without hearsay: it takes the encoder's and the link's speed, and a random graph of few facts has no neighbours.
+    Without hearsay and discounts: they take the speeds that are measured anyway, and a random graph of few facts has no
+    neighbours.
     """
-    config = work.config.override({"hearsay": 0.0}, "calibration")
+    config = work.config.override({"hearsay": 0.0, "settled_discount": 0.0}, "calibration")
     if config.train.loss not in SOFTMAXES or work.keeps_scores:
         return config
     return config.override({"score_memory": max(1, calibration_budget(work) // MIB)}, "calibration")

@@ -112,6 +112,13 @@ class TrainConfig:
     teacher_weight: float = setting(
         1.0, "How much the word of a --teacher on the other candidates counts beside the targets.", least=0, most=100
     )
+    settled_discount: float = setting(
+        0.0,
+        "filtered: what is taken off a --teacher's scores of entities that have a fact of the kind asked for in "
+        "train, times the log odds, counted for each relation, that a new fact is the first of its entity.",
+        least=0,
+        most=100,
+    )
     seed: int = setting(0, "Seed of every random choice.", least=0, most=2**63 - 1)
 
 

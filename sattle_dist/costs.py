@@ -22,6 +22,7 @@ from sattle_dist.evaluator import MAX_QUERIES_PER_BLOCK
 from sattle_dist.learner import MIB, score_budget
 from sattle_dist.loss import CACHE_BYTES, SOFTMAXES
 from sattle_dist.model import count_parameters
+from sattle_dist.settled import DISCOUNT_BYTES
 from sattle_dist.sharding import Sharding
 
 FLOAT, DOUBLE, INT = 4, 8, 8  # bytes
@@ -139,6 +140,7 @@ STATE = (
     "their optimizer state",
     "encoder, decoder, relations",
     "teachers",
+    "settled entities",
 )
 """The parts of the memory that live as long as the run."""
 
@@ -152,6 +154,7 @@ def memory_parts(work: Workload) -> dict[str, int]:
         "their optimizer state": 2 * table,
         "encoder, decoder, relations": 4 * replicated + FLOAT * (work.num_replicated - work.num_replicated_trained),
         "teachers": teacher_bytes(work),
+        "settled entities": settled_bytes(work),
         "activations of the encoder": activation_bytes(work) + kept_bytes(work),
         "query vectors": query_bytes(work),
         "score buffer": score_bytes(work),
@@ -163,6 +166,15 @@ def memory_parts(work: Workload) -> dict[str, int]:
 def teacher_bytes(work: Workload) -> int:
     """Count the teachers' parameters, and DistributedDataParallel's buckets for gradients that they never have."""
     return sum(FLOAT * (teacher.num_table + 2 * teacher.num_replicated) for teacher in work.as_teachers())
+
+
+def settled_bytes(work: Workload) -> int:
+    """Count the pairs of a row and a relation that are settled, and the discounts taken off scores at one time."""
+    if not work.config.train.settled_discount:
+        return 0
+    columns = min(2 * work.num_relations, work.num_scored) + 1
+    rows = min(block_rows(work), max(1, DISCOUNT_BYTES // (FLOAT * work.num_scored)))
+    return round(INT * work.num_queries / work.world_size) + FLOAT * rows * (columns + work.num_scored)
 
 
 def activation_bytes(work: Workload) -> int:
@@ -206,8 +218,13 @@ def score_bytes(work: Workload) -> int:
     row = work.num_scored * FLOAT
     if work.config.train.loss in SOFTMAXES and work.keeps_scores:
         return work.num_scorers * work.num_rows * row
+    return work.num_scorers * block_rows(work) * row
+
+
+def block_rows(work: Workload) -> int:
+    """Count the rows whose scores are formed at one time."""
     most = work.score_budget if work.cuda else min(work.score_budget, CACHE_BYTES)
-    return work.num_scorers * min(max(1, most // (work.num_scorers * row)), work.num_rows) * row
+    return min(max(1, most // (work.num_scorers * work.num_scored * FLOAT)), work.num_rows)
 
 
 def plan_bytes(work: Workload) -> int:
@@ -283,6 +300,8 @@ def bytes_sent(work: Workload) -> dict[str, float]:
     if work.config.train.hearsay:  # the neighbours' rows
         sent["source rows"] += work.num_heard * away * work.dim * FLOAT
         sent["batch plan"] += INT * (work.num_heard * away + others)
+    if work.config.train.settled_discount:  # everyone's relations
+        sent["batch plan"] += INT * others * (work.num_own + 1)
     sent["queries"] += others * work.num_own * work.dim_teachers * FLOAT
     sent["source rows"] += work.num_own * away * work.dim_teachers * FLOAT
     return sent
@@ -329,6 +348,8 @@ def score_traffic(work: Workload) -> float:
     passes = 7 if work.config.train.loss in SOFTMAXES else 5
     if work.teachers:  # their mean scores: written, raised, read; ours: weighed, joined with them
         passes += 9
+    if work.config.train.settled_discount:  # discounts: written, read; scores: read, written
+        passes += 4
     return passes * FLOAT * work.num_rows * work.num_scored
 
 

@@ -53,6 +53,7 @@ class Batch:
     num_queries: int  # in the global batch, without padding
     targets: ShardTargets  # of all G queries, in this shard
     hearsay: Hearsay | None = None
+    relations: Int64s | None = None  # [G] of all queries, on the host, where every rank is to know them
 
     @property
     def own(self) -> slice:
@@ -101,6 +102,7 @@ class Batches:
         weigh_by_targets: bool,
         weight_power: float = 1.0,
         hearsay: float = 0.0,
+        tell_relations: bool = False,
         seed: int,
         sharding: Sharding,
         group: Group,
@@ -108,6 +110,7 @@ class Batches:
     ) -> None:
         self.index, self.batch_size, self.seed, self.hearsay = index, batch_size, seed, hearsay
         self.weigh_by_targets, self.weight_power = weigh_by_targets, weight_power
+        self.tell_relations = tell_relations
         self.sharding, self.group, self.device = sharding, group, device
         self.num_steps = -(-len(index) // batch_size)
 
@@ -117,7 +120,9 @@ class Batches:
         for first in range(first_step, self.num_steps, STEPS_PER_PLAN):
             steps = range(first, min(first + STEPS_PER_PLAN, self.num_steps))
             own = [self.read(order, epoch, step) for step in steps]
-            yield from route(own, self.sharding, self.group, self.device, self.weight_power)
+            yield from route(
+                own, self.sharding, self.group, self.device, self.weight_power, tell_relations=self.tell_relations
+            )
 
     def read(self, order: Permutation, epoch: int, step: int) -> OwnQueries:
         """Read this rank's part of batch `step`, and pad it."""
@@ -172,12 +177,18 @@ def part_size(num_queries: int, world_size: int) -> int:
 
 
 def route(
-    steps: list[OwnQueries], sharding: Sharding, group: Group, device: torch.device, weight_power: float = 1.0
+    steps: list[OwnQueries],
+    sharding: Sharding,
+    group: Group,
+    device: torch.device,
+    weight_power: float = 1.0,
+    *,
+    tell_relations: bool = False,
 ) -> list[Batch]:
     """Tell every rank what it must know of this rank's queries, and learn the same. Every rank must call it.
 
     To each rank go the rows asked of it, the (query, row) pairs of the targets in its shard, and the queries' weights,
-    which are whole numbers on the way and raised to their power by the receiver.
+    which are whole numbers on the way and raised to their power by the receiver; the queries' relations where asked to.
     """
     asking: list[list[Asking]] = []
     parts: list[list[Int64s]] = []  # for each step, queries, rows of targets, weights, rows asked for; each cut by rank
@@ -190,6 +201,8 @@ def route(
             cut(sharding.row(queries.target), owner, group.world_size),
             [queries.weight] * group.world_size,
         ]
+        if tell_relations:
+            parts.append([queries.relation] * group.world_size)
         asked_for = [queries.source, *([queries.hearsay.neighbour] if queries.hearsay else [])]
         asking.append([Asking.of(entities, sharding, group) for entities in asked_for])
         parts += [each.rows for each in asking[-1]]
@@ -197,6 +210,7 @@ def route(
     batches = []
     for queries, asks in zip(steps, asking, strict=True):
         query, row, count = (np.concatenate(next(received)) for _ in range(3))
+        relations = np.concatenate(next(received)) if tell_relations else None
         lookup, *others = [each.lookup(next(received), device) for each in asks]
         told = queries.hearsay
         hearsay = told.on(device, *others) if told else None
@@ -212,6 +226,7 @@ def route(
                 num_queries=queries.num_queries,
                 targets=ShardTargets.of(query, row, num_queries=len(weight), device=device),
                 hearsay=hearsay,
+                relations=relations,
             )
         )
     return batches

@@ -19,6 +19,7 @@ from sattle_dist.data import Batch, Hearsay
 from sattle_dist.loss import OneToAllLoss
 from sattle_dist.model import QueryModel
 from sattle_dist.randomness import draw_masks
+from sattle_dist.settled import Settled
 from sattle_dist.sharding import Sharding
 from sattle_dist.table import ShardedTable, lookup
 from sattle_dist.task import ShardTask, Teacher
@@ -137,8 +138,8 @@ class Teachers:
     Their rows are joined to one table, of which each keeps its part, so that rows and queries of all travel together.
     """
 
-    def __init__(self, learners: list[Learner]) -> None:
-        self.learners, self.group = learners, learners[0].group
+    def __init__(self, learners: list[Learner], settled: Settled | None = None) -> None:
+        self.learners, self.group, self.settled = learners, learners[0].group, settled
         tables = [learner.table for learner in learners]
         self.dims = [table.rows.shape[1] for table in tables]
         self.rows = tables[0].rows.detach() if len(tables) == 1 else torch.cat([t.rows.detach() for t in tables], 1)
@@ -155,7 +156,13 @@ class Teachers:
             with learner.autocast():
                 queries.append(learner.encode(source, batch.relation).float())
         query = torch.cat(queries, 1) / len(queries)
-        return Teacher(query=self.group.all_gather(query, "queries"), rows=self.rows, bias=self.bias, weight=weight)
+        return Teacher(
+            query=self.group.all_gather(query, "queries"),
+            rows=self.rows,
+            bias=self.bias,
+            weight=weight,
+            settled=self.settled.among(batch.relations) if self.settled else None,
+        )
 
 
 def replicate(model: QueryModel, group: Group) -> DistributedDataParallel:

@@ -13,7 +13,8 @@ W = sum_i w_i; e is the smoothing. Where queries weigh less than their targets n
                   the candidates that the filtered evaluation leaves it; targets of one query do not compete
 
 A teacher (another run, frozen) with scores y and p = softmax_j(y) adds c sum_i w_i sum_j -p_ji log softmax_j(x)_ji / W
-to softmax and filtered: its word on how candidates compare, over all of them (softmax) or all but T_i (filtered).
+to softmax and filtered: its word on how candidates compare, over all of them (softmax) or all but T_i (filtered). Its
+scores may be corrected first (settled.py).
 
 Loss and gradients are formed together, block of rows by block of rows, in one reused buffer: sigmoid or exp2 overwrites
 the scores, then two products give the gradients of E and q. Weights are multiplied into q, not into the block, unless a
@@ -34,7 +35,8 @@ from torch.nn import functional as F
 
 from sattle_dist.collectives import Group
 from sattle_dist.gradients import Block, Gradients, product
-from sattle_dist.task import Scorer, ShardTask
+from sattle_dist.settled import SettledCandidates
+from sattle_dist.task import Scorer, ShardTask, Teacher
 
 NO_RIVAL = 1e30  # a margin that no two scores have
 NOTHING = torch.finfo(torch.float32).min / 2  # the largest score of no candidates
@@ -134,6 +136,7 @@ class OneToAllLoss:
             rows=scorer.rows,
             bias=scorer.bias,
             struck_out=struck_out,
+            settled=scorer.settled if isinstance(scorer, Teacher) else None,
         )
         # Finite, as a shard may hold nothing but struck out candidates: their -inf less this is still -inf.
         top = torch.full_like(task.query_weight, NOTHING)
@@ -200,6 +203,8 @@ class OneToAllLoss:
         bias = powers.bias[block.rows, None] * LOG2_E
         product(powers.rows[block.rows], powers.query.T, plus=bias, out=block.x, dtype=self.product_dtype)
         x = block.x
+        if powers.settled:
+            powers.settled.take_off(x, block.rows, LOG2_E)
         if powers.struck_out:
             query, row = task.targets.between(block.rows.start, block.rows.stop)
             x[row - block.rows.start, query] = -torch.inf
@@ -250,6 +255,7 @@ class _Powers:
     rows: Tensor  # [S, D]
     bias: Tensor  # [S]
     struck_out: bool  # a query's targets are no candidates
+    settled: SettledCandidates | None  # some have a discount
     kept_tops: list[Tensor] = field(default_factory=list)  # [G] per block, where the blocks are kept
     top: Tensor = field(default_factory=lambda: torch.empty(0))
     total: Tensor = field(default_factory=lambda: torch.empty(0))

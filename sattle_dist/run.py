@@ -27,6 +27,7 @@ from sattle_dist.files import replacing
 from sattle_dist.graph import Graph, GraphError
 from sattle_dist.learner import Learner, Teachers
 from sattle_dist.selection import is_exhausted
+from sattle_dist.settled import Settled
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
 
 HEAD = "# The settings of this run, written by `sattle train`.\n"
@@ -210,4 +211,6 @@ def open_teachers(
         checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
         learners.append(learner)
         found.append((place, folder, facts))
-    return Teachers(learners), teacher.identify(found)
+    shard, discount = learners[0].table.shard, config.train.settled_discount
+    settled = Settled(graph.index("train"), shard, discount, device) if discount else None
+    return Teachers(learners, settled), teacher.identify(found)

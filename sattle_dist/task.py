@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sattle_dist.graph import GraphError, Int64s
 from sattle_dist.randomness import to_device
+from sattle_dist.settled import SettledCandidates
 
 TARGETS_AT_ONCE = 1 << 16  # bounds the memory of a query with millions of targets
 
@@ -69,6 +70,7 @@ class Teacher:
     rows: Tensor  # [S, D']
     bias: Tensor  # [S]
     weight: float
+    settled: SettledCandidates | None = None  # who has a discount on its scores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,11 @@ def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: boo
     teachers = named(config, run_dir)
     if teachers and config.train.loss not in SOFTMAXES:
         raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
+    if config.train.settled_discount and not (teachers and config.train.loss == "filtered"):
+        raise ConfigError(
+            f"--settled-discount {config.train.settled_discount:g} goes with a --teacher and --loss filtered, got "
+            f"{config.train.loss!r} {'with' if teachers else 'without'} a teacher"
+        )
     found = []
     for each in teachers:
         if begun or not each.own:

@@ -71,6 +71,7 @@ class Trainer:
             weigh_by_targets=config.train.loss != "kvsall",
             weight_power=config.train.weight_power,
             hearsay=config.train.hearsay,
+            tell_relations=config.train.settled_discount > 0,
             seed=config.train.seed,
             sharding=self.learner.sharding,
             group=group,

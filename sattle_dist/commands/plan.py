@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sattle_dist.plan import Plan
 
 RUN_SETTINGS = ("device", "threads", "score_memory", "saving", "keep", "teacher")
-TRAIN_SETTINGS = ("loss", "batch_size", "hearsay")
+TRAIN_SETTINGS = ("loss", "batch_size", "hearsay", "settled_discount")
 
 
 def planned_settings(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,19 +16,20 @@ from sattle_dist.collectives import Group
 from sattle_dist.costs import Workload
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Teachers
-from tests.distributed.test_step import make_config, make_learner
+from sattle_dist.settled import Settled
+from tests.distributed.test_step import CPU, make_config, make_learner
 from tests.graphs import write_graph
 from tests.processes import run_processes
 
 N, R, BATCH = 131, 3, 16
-CASES: list[tuple[str, str, tuple[int, ...], float]] = [
-    ("bce", "twomult", (), 0.0),
-    ("softmax", "tucker", (), 0.0),
-    ("filtered", "twomult", (), 0.0),
-    ("filtered", "twomult", (7,), 0.0),
-    ("softmax", "twomult", (7, 4), 1.0),
+CASES: list[tuple[str, str, tuple[int, ...], dict[str, float]]] = [
+    ("bce", "twomult", (), {}),
+    ("softmax", "tucker", (), {}),
+    ("filtered", "twomult", (), {}),
+    ("filtered", "twomult", (7,), {"settled_discount": 3.0}),
+    ("softmax", "twomult", (7, 4), {"hearsay": 1.0}),
 ]
-"""Loss, decoder, the dims of the teachers, if there are any, and hearsay."""
+"""Loss, decoder, the dims of the teachers, if there are any, and other settings."""
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_graph(tmp_path_factory.mktemp("g") / "ring", {"train": triples}, num_entities=N, num_relations=R)
 
 
-def make_work(
-    loss: str, decoder: str, world_size: int, teacher_dims: tuple[int, ...] = (), hearsay: float = 0.0
-) -> Workload:
+def make_work(loss: str, decoder: str, world_size: int, teacher_dims: tuple[int, ...] = (), **more: float) -> Workload:
     return Workload(
         teachers=tuple(make_config(loss, decoder, dim=dim).model for dim in teacher_dims),
-        config=make_config(loss, decoder, batch_size=BATCH, hearsay=hearsay),
+        config=make_config(loss, decoder, batch_size=BATCH, **more),
         num_entities=N,
         num_relations=R,
         num_triples=N,
@@ -55,12 +54,15 @@ def make_work(
 def count(group: Group, path: Path) -> list[dict[str, Any]]:
     """Take the 16 whole batches of an epoch that are planned at once; give what each case sent, and its exchanges."""
     results = []
-    for loss, decoder, teacher_dims, hearsay in CASES:
-        config = make_config(loss, decoder, batch_size=BATCH, hearsay=hearsay)
+    for loss, decoder, teacher_dims, more in CASES:
+        config = make_config(loss, decoder, batch_size=BATCH, **more)
         learner, batches = make_learner(config, Graph.open(path), group)
         if teacher_dims:
             configs = [make_config(loss, decoder, dim=dim) for dim in teacher_dims]
-            learner.teachers = Teachers([make_learner(config, Graph.open(path), group)[0] for config in configs])
+            teachers = [make_learner(config, Graph.open(path), group)[0] for config in configs]
+            discount = more.get("settled_discount", 0.0)
+            settled = Settled(batches.index, learner.table.shard, discount, CPU) if discount else None
+            learner.teachers = Teachers(teachers, settled)
         group.bytes_sent.clear()
         epoch = batches.epoch(0)
         taken = [next(epoch) for _ in range(16)]
@@ -74,8 +76,8 @@ def count(group: Group, path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_by_kind_are_those_of_real_steps(world_size: int, path: Path) -> None:
     measured = run_processes(world_size, count, path)
-    for case, (loss, decoder, teacher_dims, hearsay) in enumerate(CASES):
-        work = make_work(loss, decoder, world_size, teacher_dims, hearsay)
+    for case, (loss, decoder, teacher_dims, more) in enumerate(CASES):
+        work = make_work(loss, decoder, world_size, teacher_dims, **more)
         counted = costs.bytes_sent(work)
         ring = 2 * (world_size - 1)  # DistributedDataParallel's, which is no all-to-all
         for rank in measured:

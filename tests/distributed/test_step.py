@@ -47,6 +47,7 @@ def make_learner(config: Config, graph: Graph, group: Group) -> tuple[Learner, B
         weigh_by_targets=config.train.loss != "kvsall",
         weight_power=config.train.weight_power,
         hearsay=config.train.hearsay,
+        tell_relations=config.train.settled_discount > 0,
         seed=config.train.seed,
         sharding=learner.sharding,
         group=group,

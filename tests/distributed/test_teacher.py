@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,21 @@ def first_step(group: Group, graph: Path, run_dir: Path, config: Config) -> dict
     }
 
 
+def odds_of_settled(graph: Graph, relations: list[int]) -> torch.Tensor:
+    """Look for settled entities fact by fact; give the log odds [queries, N] that a fact is its entity's only one."""
+    index = graph.index("train")
+    source, relation = index.split_keys(np.repeat(index.queries, np.diff(index.offsets)))
+    facts = list(zip(source.tolist(), relation.tolist(), strict=True))  # one for each target
+    found = torch.zeros(len(relations), graph.num_entities, dtype=torch.float64)
+    for i, asked in enumerate(relations):
+        inverse = asked - graph.num_relations if asked >= graph.num_relations else asked + graph.num_relations
+        have = [s for s, r in facts if r == inverse]
+        single = sum(have.count(s) == 1 for s in have)
+        found[i, have] = max(0.0, math.log((single + 0.5) / (len(have) - single + 0.5)))
+    assert (found > 0.1).any()
+    return found
+
+
 def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config) -> dict[str, Any]:
     """The same with full scores and autograd over the table's biases, which begin at zero."""
     trainer = make_trainer(group, graph, run_dir, config)
@@ -109,6 +125,8 @@ def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config)
     each = [config.override({"teacher": name}, "test") for name in config.run.teacher.split(",")]
     opened = [open_teachers(one, run_dir, trainer.graph, group, CPU)[0].learners[0] for one in each]
     teacher_scores = torch.stack([scores_of(run, source, relation).double() for run in opened]).mean(0)
+    if config.train.settled_discount:
+        teacher_scores -= config.train.settled_discount * odds_of_settled(trainer.graph, relation.tolist())
     learner.model.train()
     rows = learner.table.rows.detach()
     query = learner.model(rows[source], relation, batch.query_weight[: batch.num_queries], {})
@@ -119,13 +137,19 @@ def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config)
     return {"loss": loss.item(), "bias": grad_bias, "relations": grad_relations}
 
 
-@pytest.mark.parametrize(("world_size", "num_teachers"), [(1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "num_teachers", "discount"), [(1, 1, 0), (2, 1, 0), (3, 1, 2.0), (1, 2, 5.0), (3, 2, 0)]
+)
 def test_a_step_heeds_its_teachers(
-    world_size: int, num_teachers: int, graph: Path, teacher: Path, second: Path, tmp_path: Path
+    world_size: int, num_teachers: int, discount: float, graph: Path, teacher: Path, second: Path, tmp_path: Path
 ) -> None:
-    """Loss and gradients against the dense formula, dropout off, with teachers of another decoder and dim."""
+    """Loss and gradients against the dense formula, dropout off, with teachers of another decoder and dim.
+
+    And with a discount on settled entities, which changes the loss.
+    """
     still = dict.fromkeys(("dropout_input", "dropout_attention", "dropout_output", "dropout_hidden"), 0.0)
-    config = student_config(*[teacher, second][:num_teachers], label_smoothing=0.1, **still)
+    runs = [teacher, second][:num_teachers]
+    config = student_config(*runs, label_smoothing=0.1, settled_discount=discount, **still)
     (want,) = run_processes(1, first_step_densely, graph, tmp_path / "dense", config)
     ranks = run_processes(world_size, first_step, graph, tmp_path / "run", config)
     for rank in ranks:
@@ -135,6 +159,10 @@ def test_a_step_heeds_its_teachers(
     torch.testing.assert_close(bias, want["bias"], rtol=1e-4, atol=1e-7)
     (alone,) = run_processes(1, first_step, graph, tmp_path / "alone", config.override({"teacher": ""}, "test"))
     assert abs(alone["loss"] - want["loss"]) > 0.5
+    if discount:
+        plain = config.override({"settled_discount": 0.0}, "test")
+        (uncorrected,) = run_processes(1, first_step, graph, tmp_path / "plain", plain)
+        assert not torch.allclose(uncorrected["bias"], want["bias"].float(), rtol=0.1)
 
 
 def train_and_stop(group: Group, graph: Path, run_dir: Path, config: Config, steps: int) -> dict[str, torch.Tensor]:

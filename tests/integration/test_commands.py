@@ -188,6 +188,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--graph", "g", "--out", "own"], "was not written by a run and would be overwritten"),
         (["train", "--graph", "g", "--patience", "2", "--eval-every", "0"], "--eval-every must be at least 1"),
         (
+            ["train", "--graph", "g", "--settled-discount", "1"],
+            "--settled-discount 1 goes with a --teacher and --loss filtered, got 'softmax' without a teacher",
+        ),
+        (
             ["train", "--graph", "g", "--resume", "latest", "--out", "empty"],
             "empty holds no checkpoint; leave --resume",
         ),
