@@ -132,8 +132,8 @@ def calibration_budget(work: Workload) -> int:
 def calibration_config(work: Workload) -> Config:
     """Give the workload's settings; a smaller score buffer where scores are formed twice anyway.
 
-    Without hearsay and discounts: they take the speeds that are measured anyway, and a random graph of few facts has no
-    neighbours.
+    Without hearsay: it takes the encoder's and the link's speed, and a random graph of few facts has no neighbours.
+    Without discounts, as without teachers.
     """
     config = work.config.override({"hearsay": 0.0, "settled_discount": 0.0}, "calibration")
     if config.train.loss not in SOFTMAXES or work.keeps_scores:

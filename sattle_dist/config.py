@@ -114,8 +114,8 @@ class TrainConfig:
     )
     settled_discount: float = setting(
         0.0,
-        "filtered: what is taken off a --teacher's scores of entities that have a fact of the kind asked for in "
-        "train, times the log odds, counted for each relation, that a new fact is the first of its entity.",
+        "filtered: how many times the log odds that a new fact is its entity's first (counted in train, for each "
+        "relation; none where below even) are taken off a --teacher's scores of entities that have such a fact.",
         least=0,
         most=100,
     )

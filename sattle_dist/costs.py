@@ -127,6 +127,11 @@ class Workload:
         """D', the numbers in a row of all teachers."""
         return sum(teacher.dim for teacher in self.teachers)
 
+    @property
+    def discounts(self) -> bool:
+        """Whether the teachers' scores of settled entities are lowered."""
+        return bool(self.teachers) and self.config.train.settled_discount > 0
+
     def as_teachers(self) -> list[Workload]:
         """Give the workload of each teacher, as if it were trained."""
         train = replace(self.config.train, hearsay=0.0)
@@ -158,6 +163,7 @@ def memory_parts(work: Workload) -> dict[str, int]:
         "activations of the encoder": activation_bytes(work) + kept_bytes(work),
         "query vectors": query_bytes(work),
         "score buffer": score_bytes(work),
+        "discounts": discount_bytes(work),
         "batch plans": plan_bytes(work),
         "libraries": CUDA_CONTEXT if work.cuda else PROCESS + WORKSPACE,
     }
@@ -169,12 +175,15 @@ def teacher_bytes(work: Workload) -> int:
 
 
 def settled_bytes(work: Workload) -> int:
-    """Count the pairs of a row and a relation that are settled, and the discounts taken off scores at one time."""
-    if not work.config.train.settled_discount:
-        return 0
+    """Count the pairs of a row and a relation that are settled, as many in every shard, two half integers each."""
+    return round(INT * work.num_queries / work.world_size) if work.discounts else 0
+
+
+def discount_bytes(work: Workload) -> int:
+    """Count the discounts that are taken off scores at one time, by relation and by query."""
     columns = min(2 * work.num_relations, work.num_scored) + 1
     rows = min(block_rows(work), max(1, DISCOUNT_BYTES // (FLOAT * work.num_scored)))
-    return round(INT * work.num_queries / work.world_size) + FLOAT * rows * (columns + work.num_scored)
+    return FLOAT * rows * (columns + work.num_scored) if work.discounts else 0
 
 
 def activation_bytes(work: Workload) -> int:
@@ -228,9 +237,11 @@ def block_rows(work: Workload) -> int:
 
 
 def plan_bytes(work: Workload) -> int:
-    """Count the integers of the planned steps: targets, sources, weights; twice, as sent and as received."""
+    """Count the integers of the planned steps: targets, sources, weights, relations; twice, as sent and as received."""
     targets = 2 * work.num_scored * work.targets_per_query / work.world_size
-    return round(2 * STEPS_PER_PLAN * INT * (targets + 3 * work.num_own + work.num_scored))
+    return round(
+        2 * STEPS_PER_PLAN * INT * (targets + 3 * work.num_own + (2 if work.discounts else 1) * work.num_scored)
+    )
 
 
 def evaluation_bytes(work: Workload) -> int:
@@ -300,7 +311,7 @@ def bytes_sent(work: Workload) -> dict[str, float]:
     if work.config.train.hearsay:  # the neighbours' rows
         sent["source rows"] += work.num_heard * away * work.dim * FLOAT
         sent["batch plan"] += INT * (work.num_heard * away + others)
-    if work.config.train.settled_discount:  # everyone's relations
+    if work.discounts:  # everyone's relations
         sent["batch plan"] += INT * others * (work.num_own + 1)
     sent["queries"] += others * work.num_own * work.dim_teachers * FLOAT
     sent["source rows"] += work.num_own * away * work.dim_teachers * FLOAT
@@ -348,8 +359,8 @@ def score_traffic(work: Workload) -> float:
     passes = 7 if work.config.train.loss in SOFTMAXES else 5
     if work.teachers:  # their mean scores: written, raised, read; ours: weighed, joined with them
         passes += 9
-    if work.config.train.settled_discount:  # discounts: written, read; scores: read, written
-        passes += 4
+    if work.discounts:  # discounts: written, read; scores: read, written; wherever scores are formed
+        passes += 4 if work.keeps_scores else 8
     return passes * FLOAT * work.num_rows * work.num_scored
 
 

@@ -1,7 +1,8 @@
 """Batches: which queries a step trains, read from the mapped index and routed to the ranks that need them.
 
 Each rank reads its own queries alone. What others must know of them (the sources they have to send, the targets in
-their shard, each query's weight) travels as integers, on the host, for several steps in one exchange.
+their shard, each query's weight and, if asked to, its relation) travels as integers, on the host, for several steps in
+one exchange.
 
 Shapes: B queries on this rank, G = B * world_size with padding, P targets that this shard owns, H queries of this rank
 whose source is known by hearsay.
@@ -191,7 +192,7 @@ def route(
     which are whole numbers on the way and raised to their power by the receiver; the queries' relations where asked to.
     """
     asking: list[list[Asking]] = []
-    parts: list[list[Int64s]] = []  # for each step, queries, rows of targets, weights, rows asked for; each cut by rank
+    parts: list[list[Int64s]] = []  # for each step, the parts below; each cut by rank
     for queries in steps:
         first_place = group.rank * len(queries.source)
         query = np.repeat(first_place + np.arange(len(queries.source)), queries.num_targets)

@@ -91,11 +91,7 @@ def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: boo
     teachers = named(config, run_dir)
     if teachers and config.train.loss not in SOFTMAXES:
         raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
-    if config.train.settled_discount and not (teachers and config.train.loss == "filtered"):
-        raise ConfigError(
-            f"--settled-discount {config.train.settled_discount:g} goes with a --teacher and --loss filtered, got "
-            f"{config.train.loss!r} {'with' if teachers else 'without'} a teacher"
-        )
+    require_discountable(config)
     found = []
     for each in teachers:
         if begun or not each.own:
@@ -106,6 +102,15 @@ def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: boo
             require_same_graph(each.place, facts, graph)
             found.append((each.place, folder, facts))
     return identify(found) if teachers and len(found) == len(teachers) else None
+
+
+def require_discountable(config: Config) -> None:
+    """Raise ConfigError where there is no teacher to discount, or targets would be discounted with the others."""
+    if (discount := config.train.settled_discount) and not (config.run.teacher and config.train.loss == "filtered"):
+        raise ConfigError(
+            f"--settled-discount {discount:g} goes with a --teacher and --loss filtered, got {config.train.loss!r} "
+            f"{'with' if config.run.teacher else 'without'} a teacher"
+        )
 
 
 def require_same_graph(run_dir: Path, facts: dict[str, Any], graph: Graph) -> None:

@@ -85,9 +85,10 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     from sattle_dist.costs import Workload
     from sattle_dist.graph import Graph
     from sattle_dist.memory import teacher_models
-    from sattle_dist.teacher import names
+    from sattle_dist.teacher import names, require_discountable
     from sattle_dist.units import parse_count
 
+    require_discountable(config)
     counts = {name: options[name] for name in ("entities", "relations", "triples", "queries") if options[name]}
     assumptions = []
     if graph is not None:

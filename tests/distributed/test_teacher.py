@@ -145,7 +145,7 @@ def test_a_step_heeds_its_teachers(
 ) -> None:
     """Loss and gradients against the dense formula, dropout off, with teachers of another decoder and dim.
 
-    And with a discount on settled entities, which changes the loss.
+    And with a discount on settled entities, which changes the gradients.
     """
     still = dict.fromkeys(("dropout_input", "dropout_attention", "dropout_output", "dropout_hidden"), 0.0)
     runs = [teacher, second][:num_teachers]

@@ -93,14 +93,16 @@ def test_a_teacher_is_corrected(block: int) -> None:
 
 def test_memory_is_counted() -> None:
     """What settled entities take, and the discounts of one block, against what is really allocated."""
-    work = make_work(60_000, loss="filtered", settled_discount=1.0)
+    plain = make_work(60_000, loss="filtered", settled_discount=1.0)
+    work = replace(plain, teachers=(plain.config.model,))
     facts: Facts = {(s, 1): [0] for s in range(0, 60_000, 12)}
     assert len(facts) == work.num_queries
-    index, rows = make_index(facts, work.num_relations), costs.block_rows(work)
+    settled = Settled(make_index(facts, work.num_relations), Shard(0, 60_000), 1.0, CPU)
+    rows = costs.block_rows(work)
     x = torch.zeros(rows, work.num_scored)
     with LiveBytes() as live:
-        settled = Settled(index, Shard(0, 60_000), 1.0, CPU)
         settled.among(np.arange(work.num_scored) % 14).take_off(x, slice(0, rows), 1.0)
-    pairs = 8 * len(facts)  # which numpy makes
-    assert costs.memory_parts(work)["settled entities"] == pytest.approx(live.peak + pairs, rel=0.05)
-    assert costs.memory_parts(make_work())["settled entities"] == 0
+    parts = costs.memory_parts(work)
+    assert parts["settled entities"] == settled.row.nbytes + settled.relation.nbytes > 0
+    assert parts["discounts"] == pytest.approx(live.peak, rel=0.05)
+    assert costs.memory_parts(plain)["settled entities"] == costs.memory_parts(plain)["discounts"] == 0
