@@ -173,11 +173,15 @@ class Sittings:
 
 
 def update(runs: Path) -> None:
-    """Collect every run there is into the results, keep what was recorded before, and write the page."""
+    """Collect every run there is into the results, keep what was recorded before, and write the page.
+
+    A run that has only begun does not take the place of a result.
+    """
     recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     for name, job in JOBS.items():
         run_dir = runs / (job.folder or name)
-        if found := collect(job, run_dir):
+        found = collect(job, run_dir)
+        if found and ("test" in found or "test" not in recorded.get(name, {})):
             recorded[name] = found
     RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
     reproduction_page.write(recorded, {name: job.config() for name, job in JOBS.items()})

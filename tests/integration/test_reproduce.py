@@ -88,6 +88,15 @@ def test_the_record_outlives_the_runs(tmp_path: Path) -> None:
     assert recorded["epoch_tested"] == job.config().train.epochs - 1
 
 
+def test_a_run_that_has_begun_does_not_take_the_place_of_a_result(tmp_path: Path) -> None:
+    job = JOBS["heads-4"]
+    write_run(tmp_path / "begun/heads-4", job, 20, tested=False)
+    assert line(shown(tmp_path / "begun"), "| 4 | 0.50 M").endswith("| epoch 20 of 60, valid MRR 0.200 at 20 |")
+    write_run(tmp_path / "done/heads-4", job, job.config().train.epochs, tested=True)
+    assert line(shown(tmp_path / "done"), "| 4 | 0.50 M").endswith("| 0.350 | 0.361 |")
+    assert line(shown(tmp_path / "begun"), "| 4 | 0.50 M").endswith("| 0.350 | 0.361 |")
+
+
 def test_a_curve_is_the_beginning_of_the_papers_run(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/fb15k237-twomult-32", JOBS["fb15k237-twomult-32"], 70, tested=False)
     page = shown(tmp_path / "runs")
