@@ -93,7 +93,7 @@ def reference_run(group: Group, graph: Path, run_dir: Path, config: Config) -> N
 
 def test_a_run_killed_twice_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """kill -9 of either process, while it saves among other moments; the launcher starts all again, and says so."""
-    options = ["--epochs", "30", "--eval-every", "3", "--save-minutes", "0.001", "--max-restarts", "2"]
+    options = ["--epochs", "12", "--eval-every", "3", "--save-minutes", "0.001", "--max-restarts", "2"]
     rng = random.Random(1)
     with running(endless([*SATTLE, "--nproc", "2"], tmp_path, *options), tmp_path) as command:
         for number in range(2):
