@@ -299,7 +299,8 @@ NOTES = """## Notes
   have a parent; but a model cannot learn that from train, where every child has one. Adding 3.8 to the scores of the
   others, in the evaluation alone, raised the MRR of "who is a child of y" from 0.056 to 0.141 in a run of 12 and 6
   epochs, and with such additions for every relation everything from 0.452 to 0.469: what there is to gain. Weights and
-  margins in the loss gained nothing of it. A student learns a part from a teacher whose scores are corrected
+  margins in the loss showed none of it in the 4 to 12 epochs they were tried for. A student learns a part from a
+  teacher whose scores are corrected
   (`--settled-discount`). Trained on for 6 epochs from a run of 12, learning from it: without a discount 0.056 for "who
   is a child", 0.176 for "who is the parent", 0.4519 for everything; with a discount of 1 0.093, 0.163 and 0.4564; of
   2.5 0.103, 0.157 and 0.4573; of 2 with a teacher's weight of 3 0.118, 0.153 and 0.4543. Trained from
