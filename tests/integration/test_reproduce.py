@@ -172,7 +172,8 @@ def test_the_time_of_a_teacher_counts(tmp_path: Path, shared: bool, minutes: str
     job, run_dir = JOBS[name], tmp_path / "runs" / name
     epochs = job.config().train.epochs
     write_run(run_dir, job, epochs, tested=True)
-    write_run(run_dir / "teacher-1", JOBS["heads-64"], epochs, tested=True)
+    teacher = JOBS["heads-64"]
+    write_run(run_dir / "teacher-1", teacher, teacher.config().train.epochs, tested=True)
     for place, seconds in [(run_dir, 60), (run_dir / "teacher-1", 120)]:
         log = Sittings(place / "sittings.json")
         log.begin(shared and place != run_dir, place / "metrics.jsonl")
