@@ -12,6 +12,7 @@ follow after `--`. On a machine that others use meanwhile, say --shared-machine:
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -131,9 +132,19 @@ def train(job: Job, run_dir: Path, options: list[str], *, shared_machine: bool) 
     signs = sorted(run_dir.rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     log.begin(shared_machine, last_sign=signs[-1] if signs else run_dir / "metrics.jsonl")
     command = [sys.executable, "-m", job.module, *job.arguments(), "--out", str(run_dir), *options]
-    code = subprocess.run(command, check=False).returncode
+    code = attend(command)
     log.end()
     return code
+
+
+def attend(command: list[str]) -> int:
+    """Run a command to its end and give its exit code; SIGTERM is passed on, so that it saves and ends."""
+    with subprocess.Popen(command) as child:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number))
+        try:
+            return child.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 class Sittings:

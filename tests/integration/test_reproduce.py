@@ -17,6 +17,7 @@ from benchmarks.reproduce import JOBS, Job, Sittings, collect
 from sattle_dist.config import load_recipe, to_toml
 from sattle_dist.teacher import names, with_absolute_paths
 from tests.graphs import random_splits, write_graph
+from tests.launching import ROOT
 
 TEST = {"mrr": 0.3611, "hits@1": 0.2681, "hits@3": 0.3969, "hits@10": 0.5451}
 
@@ -198,6 +199,21 @@ def test_what_would_spoil_the_record_is_refused(arguments: list[str], message: s
     result = CliRunner().invoke(reproduce.main, arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_told_to_end_it_tells_the_training() -> None:
+    training = (
+        "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('ready', flush=True); signal.pause()"
+    )
+    script = (
+        f"import sys; from benchmarks.reproduce import attend; sys.exit(attend([sys.executable, '-c', {training!r}]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(timeout=60) == 7
+        assert process.stdout.read() == ""  # at its end once nobody holds it: the training has ended too
 
 
 def test_a_job_is_trained_collected_and_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
