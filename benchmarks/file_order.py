@@ -41,25 +41,35 @@ def in_batches(forward: Int64s, inverse: Int64s, half: int) -> Int64s:
     return np.concatenate([part[first : first + half] for first in pieces for part in (forward, inverse)])
 
 
-def places(index: QueryIndex, folder: Path) -> tuple[Int64s, Int64s]:
-    """Find the triples of train.txt, and their inverses, among the ungrouped triples of its graph."""
+def read_triples(folder: Path) -> tuple[dict[str, Int64s], int, int]:
+    """Read the ids [n, 3] of each split, in the order of the labels; count entities and relations."""
     lines = {name: (folder / f"{name}.txt").read_text().splitlines() for name in ("train", "valid", "test")}
-    triples = [line.split("\t") for split in lines.values() for line in split]
+    labels = {name: [line.split("\t") for line in split] for name, split in lines.items()}
+    triples = [triple for split in labels.values() for triple in split]
     entities = {label: i for i, label in enumerate(sorted({x for s, _, t in triples for x in (s, t)}))}
     relations = {label: i for i, label in enumerate(sorted({r for _, r, _ in triples}))}
-    assert 2 * len(relations) == index.num_relations_both
-    ids = np.array([(entities[s], relations[r], entities[t]) for s, r, t in triples[: len(lines["train"])]])
-    source, relation, target = ids.T
-    known = index.queries * len(entities) + index.targets
+    ids = {
+        name: np.array([(entities[s], relations[r], entities[t]) for s, r, t in split])
+        for name, split in labels.items()
+    }
+    return ids, len(entities), len(relations)
+
+
+def places(index: QueryIndex, folder: Path) -> tuple[Int64s, Int64s]:
+    """Find the triples of train.txt, and their inverses, among the ungrouped triples of its graph."""
+    splits, num_entities, num_relations = read_triples(folder)
+    assert 2 * num_relations == index.num_relations_both
+    source, relation, target = splits["train"].T
+    known = index.queries * num_entities + index.targets
     by_cell = np.argsort(known)
 
     def find(source: Int64s, relation: Int64s, target: Int64s) -> Int64s:
-        cell = (source * index.num_relations_both + relation) * len(entities) + target
+        cell = (source * index.num_relations_both + relation) * num_entities + target
         found = by_cell[np.searchsorted(known, cell, sorter=by_cell)]
         assert (known[found] == cell).all(), "the graph is not that of the files"
         return found
 
-    return find(source, relation, target), find(target, relation + len(relations), source)
+    return find(source, relation, target), find(target, relation + num_relations, source)
 
 
 if __name__ == "__main__":
