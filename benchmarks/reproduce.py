@@ -211,14 +211,14 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
     if ran.model != asked.model or not same_training(ran, asked):
         return None
     metrics, sittings = metrics[: asked.train.epochs], Sittings(run_dir / "sittings.json")
-    of_teachers = [Sittings(path) for path in run_dir.glob("teacher-*/sittings.json")]  # where they were jobs, too
+    of_teachers = [Sittings(path) for path in run_dir.glob("teacher-*/**/sittings.json")]  # where they were jobs, too
     result: dict[str, Any] = {
         "command": job.command(),
         "seed": ran.train.seed,
         "precision": ran.run.precision,
         "epochs": len(metrics),
         "of": asked.train.epochs,
-        "epochs_of_teachers": [load_recipe(name).train.epochs for name in teacher.names(asked)],
+        "epochs_of_teachers": epochs_of_teachers(asked),
         "valid": {str(line["epoch"]): line["valid"]["mrr"] for line in metrics if line.get("valid")},
         "seconds": sum_times([sittings, *of_teachers]),
         "stamp": sittings.stamp(),
@@ -228,6 +228,12 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
         result["test"] = {key: round(test["metrics"][key], 5) for key in ("mrr", *HITS)}
         result["epoch_tested"] = test["protocol"]["epoch"]
     return result
+
+
+def epochs_of_teachers(config: Config) -> list[int]:
+    """List the epochs of all trainings that come before a run's own, those of its teachers' teachers first."""
+    recipes = [load_recipe(name) for name in teacher.names(config)]
+    return [epochs for recipe in recipes for epochs in (*epochs_of_teachers(recipe), recipe.train.epochs)]
 
 
 def sum_times(sittings: list[Sittings]) -> float | None:

@@ -60,9 +60,10 @@ its schedule, 1,500 or 4,500 epochs) and one with ours (`fb15k237-twomult-100-fa
 softmax loss in which the targets of one query do not compete (`--loss filtered`), queries that weigh less than their
 targets number (`--weight-power`), a cosine schedule, weight decay of the entity vectors in place of most dropout
 (`--weight-decay`), and matrix products in bfloat16 where the machine has instructions for them (`--precision`). On
-FB15k-237 at d = 100 it learns from the scores of other trainings besides, which come first in the same command
-(`--teacher`), and on WN18RR many queries know their source by what a neighbour's query says of it (`--hearsay`); what
-is trained and tested is the paper's model all the same.
+FB15k-237 and WN18RR at d = 100 it learns from the scores of other trainings besides, which come first in the same
+command (`--teacher`); on WN18RR these are lower for entities that have their fact already (`--settled-discount`), and
+many queries know their source by what a neighbour's query says of it (`--hearsay`). What is trained and tested is the
+paper's model all the same.
 Hyper-parameters and the epoch that is tested are chosen on valid. Scores are filtered, over both directions; all
 entities are candidates, also those that never occur in train. The fast recipe of a row that is not run yet is a guess
 from the trials below.
