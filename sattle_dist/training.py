@@ -56,12 +56,11 @@ def start(config: Config) -> int:
         arguments = ["train", "--config", str(run_dir / "config.toml")]
 
         def where_it_goes_on() -> str:
-            if saved := list_checkpoints(run_dir):
-                return f"from {saved[-1].name}"
-            for its_teacher in reversed(teacher.own_teachers(config, run_dir)):
-                if saved := list_checkpoints(Path(its_teacher.run.out)):
-                    return f"from {saved[-1].name} of {Path(its_teacher.run.out).name}"
-            return "from the beginning"
+            saved = last_saved(config, run_dir)
+            if not saved:
+                return "from the beginning"
+            run = saved.parents[1]
+            return f"from {saved.name}" + (f" of {run.relative_to(run_dir)}" if run != run_dir else "")
 
         return run_workers(
             arguments,
@@ -72,6 +71,14 @@ def start(config: Config) -> int:
             only_first=["--resume", config.run.resume],
             restarts=Restarts(config.run.max_restarts, where_it_goes_on),
         )
+
+
+def last_saved(config: Config, run_dir: Path) -> Path | None:
+    """Find the newest checkpoint of a run, or of the last of its own teachers that has one."""
+    if saved := list_checkpoints(run_dir):
+        return saved[-1]
+    teachers = reversed(teacher.own_teachers(config, run_dir))
+    return next(filter(None, (last_saved(each, Path(each.run.out)) for each in teachers)), None)
 
 
 def work(config: Config, graph: Graph) -> int:
@@ -97,17 +104,19 @@ def work(config: Config, graph: Graph) -> int:
     return interrupted[0].exit_code if interrupted else code
 
 
-def train_run(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps) -> tuple[Trainer, object]:
+def train_run(
+    config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps, within: str = ""
+) -> tuple[Trainer, object]:
     """Train a run, but first the teachers that are a part of it, if any; give it with the lock of its directory.
 
-    Every rank must call it.
+    Every rank must call it. `within` is the run's place in the one that was asked for, where it is a teacher.
     """
     require_same_everywhere(config, graph.checksum, group)
     require_fits(config, graph, group, device)
     config, lock = agree_on_run_dir(config, graph, group)
     run_dir = Path(config.run.out)
     if not group.share(bool(list_checkpoints(run_dir))):  # else its teachers had learnt all when it began
-        train_teachers(config, graph, group, device, steps)
+        train_teachers(config, graph, group, device, steps, within)
     trainer = Trainer(config, graph, run_dir, group, device)
     trainer.on_step = steps.note
     if group.rank == 0:
@@ -116,7 +125,7 @@ def train_run(config: Config, graph: Graph, group: Group, device: torch.device, 
     return trainer, lock
 
 
-def train_teachers(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps) -> None:
+def train_teachers(config: Config, graph: Graph, group: Group, device: torch.device, steps: Steps, within: str) -> None:
     """Train the teachers that are a part of a run, or the rest of them, if it has any. Every rank must call it."""
     teachers = teacher.own_teachers(config, Path(config.run.out))
     if teachers and (
@@ -131,9 +140,9 @@ def train_teachers(config: Config, graph: Graph, group: Group, device: torch.dev
     for its_config in teachers:
         place = Path(its_config.run.out)
         if group.rank == 0:
-            click.echo(f"first {place.name}:")
+            click.echo(f"first {within}{place.name}:")
         try:
-            train_run(its_config, graph, group, device, steps)
+            train_run(its_config, graph, group, device, steps, f"{within}{place.name}/")
         except Interrupted:
             raise
         except (UserError, StoppedError) as error:

@@ -40,6 +40,7 @@ CPU = torch.device("cpu")
 N, R = 131, 3
 STUDENT: dict[str, Any] = {"loss": "filtered", "decoder": "twomult", "teacher_weight": 0.7, "weight_power": 0.5}
 TEACHER: dict[str, Any] = {"loss": "softmax", "decoder": "tucker", "dim": 5, "seed": 8}
+TAUGHT_TEACHER: dict[str, Any] = {**TEACHER, "loss": "filtered", "dim": 7}
 
 
 @pytest.fixture(scope="module")
@@ -240,8 +241,8 @@ def weights_of(run: Path) -> dict[str, Any]:
 
 
 def train_all(group: Group, graph: Path, run_dir: Path, config: Config, stop_at: int) -> str:
-    """Train a run and the teachers it names by a recipe, in place of whose file stands TEACHER; give what ended it."""
-    recipe = config_for(2, **TEACHER)
+    """Train a run and the teachers it names by the recipes below, which are no files; give what ended it."""
+    recipes = {"tiny": config_for(2, **TEACHER), "taught": config_for(2, **TAUGHT_TEACHER, teacher="tiny")}
     taken, steps = [0], Steps("")
 
     def count(epoch: int, step: int) -> None:
@@ -251,8 +252,8 @@ def train_all(group: Group, graph: Path, run_dir: Path, config: Config, stop_at:
 
     with contextlib.ExitStack() as patches:
         for module in (teacher_module, memory):
-            patches.enter_context(mock.patch.object(module, "recipe_names", return_value=["tiny"]))
-            patches.enter_context(mock.patch.object(module, "load_recipe", return_value=recipe))
+            patches.enter_context(mock.patch.object(module, "recipe_names", return_value=list(recipes)))
+            patches.enter_context(mock.patch.object(module, "load_recipe", side_effect=recipes.__getitem__))
         patches.enter_context(mock.patch.object(steps, "note", count))
         try:
             _, lock = train_run(config.override({"out": str(run_dir)}, "test"), Graph.open(graph), group, CPU, steps)
@@ -281,6 +282,24 @@ def test_a_recipe_as_teacher_is_trained_first(graph: Path, tmp_path: Path) -> No
         assert weights_of(one / run.name) == weights_of(run)
     run_processes(2, train_all, graph, tmp_path / "taught", student_config(*apart), 0)
     assert weights_of(one) == weights_of(tmp_path / "taught")
+
+
+def test_a_teacher_can_have_its_own_teacher(graph: Path, tmp_path: Path) -> None:
+    """One run stopped while its teacher learns, and begun again, against three runs: the same weights of all."""
+    one, config = tmp_path / "one", student_config(Path("taught"))
+    num_steps = math.ceil(len(Graph.open(graph).index("train")) / config.train.batch_size)
+    for rank in run_processes(2, train_all, graph, one, config, 2 * num_steps + 2):
+        assert f"saved as {one / 'teacher-1' / 'checkpoints'}" in rank
+    assert run_processes(2, train_all, graph, one, config, 0) == ["", ""]
+
+    seed, first, second = config.train.seed, tmp_path / "first", tmp_path / "second"
+    run_processes(2, train_all, graph, first, config_for(2, **{**TEACHER, "seed": seed}), 0)
+    taught = config_for(2, **{**TAUGHT_TEACHER, "seed": seed, "teacher": str(first)})
+    run_processes(2, train_all, graph, second, taught, 0)
+    run_processes(2, train_all, graph, tmp_path / "third", student_config(second), 0)
+    assert weights_of(one / "teacher-1" / "teacher-1") == weights_of(first)
+    assert weights_of(one / "teacher-1") == weights_of(second)
+    assert weights_of(one) == weights_of(tmp_path / "third")
 
 
 def test_a_run_can_begin_with_a_teacher_of_its_own(graph: Path, tmp_path: Path) -> None:
