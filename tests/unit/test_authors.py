@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,17 +13,50 @@ from torch.nn import functional as F
 from benchmarks import authors
 
 NUM_ENTITIES, NUM_RELATIONS, DIM = 6, 2, 4
+HEADS, DIM_KEY, DIM_VALUE = 3, 2, 5
 TRIPLES = np.array([(0, 0, 1), (0, 0, 2), (3, 1, 0), (4, 1, 5), (2, 0, 3)])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = HEADS
+        self.w_qs, self.w_ks = nn.Linear(DIM, HEADS * DIM_KEY), nn.Linear(DIM, HEADS * DIM_KEY)
+        self.w_vs, self.fc = nn.Linear(DIM, HEADS * DIM_VALUE), nn.Linear(HEADS * DIM_VALUE, DIM)
+        self.attention = nn.Module()
+        self.attention.temperature = math.sqrt(DIM_KEY)  # type: ignore[assignment]
+        self.attention.dropout = self.dropout = nn.Dropout(0.5)
+        self.layer_norm = nn.LayerNorm(DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key, value = (layer(tokens).chunk(HEADS, 2) for layer in (self.w_qs, self.w_ks, self.w_vs))
+        mixed = [
+            torch.softmax(q @ k.transpose(1, 2) / math.sqrt(DIM_KEY), 2) @ v
+            for q, k, v in zip(query, key, value, strict=True)
+        ]
+        out: Tensor = self.layer_norm(tokens + self.fc(torch.cat(mixed, 2)))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_1, self.w_2 = nn.Conv1d(DIM, 7, 1), nn.Conv1d(7, DIM, 1)
+        self.layer_norm, self.dropout = nn.LayerNorm(DIM), nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.layer_norm(tokens + self.w_2(F.relu(self.w_1(tokens.transpose(1, 2)))).transpose(1, 2))
+        return out
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.pos_ffn = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.slf_attn, self.pos_ffn = Attention(), FeedForward()
 
-    def slf_attn(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed: Tensor = q + self.mix(k.sum(1, keepdim=True)) * v.sum(1, keepdim=True)
-        return mixed
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.pos_ffn(self.slf_attn(tokens))
+        return out
 
 
 class StandIn(nn.Module):
@@ -43,8 +78,7 @@ class StandIn(nn.Module):
         relation = self.rel_bn(self.rel_embedding[triples[:, 1]])
         tokens = torch.stack([source, relation], 1)
         (layer,) = self.encoder.layer_stack  # type: ignore[misc]
-        encoded = layer.pos_ffn(layer.slf_attn(tokens, tokens, tokens))  # type: ignore[has-type]
-        scores: Tensor = encoded[:, 1] @ self.tr_ent_embedding.T + self.b
+        scores: Tensor = layer(tokens)[:, 1] @ self.tr_ent_embedding.T + self.b
         return scores
 
     def cal_loss(self, scores: Tensor, triples: Tensor) -> Tensor:
