@@ -26,7 +26,7 @@ TEST = {"mrr": 0.3611, "hits@1": 0.2681, "hits@3": 0.3969, "hits@10": 0.5451}
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the repository's own record out of it."""
     monkeypatch.setattr(reproduce, "RESULT", tmp_path / "reproduction.json")
-    for name in ("PAGE", "PLOT", "TUNING"):
+    for name in ("PAGE", "PLOT", "TUNING", "AUTHORS"):
         place = tmp_path / f"{name.lower()}{'.png' if name == 'PLOT' else ''}"
         monkeypatch.setattr(reproduction_page, name, place)
 
@@ -102,17 +102,26 @@ def test_a_curve_is_the_beginning_of_the_papers_run(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/fb15k237-twomult-32", JOBS["fb15k237-twomult-32"], 70, tested=False)
     page = shown(tmp_path / "runs")
     missing = "0.331 / not run yet"
-    assert line(page, "| 60 | 0.295") == f"| 60 | 0.295 / 0.600 | 0.324 / not run yet |{f' {missing} |' * 3}"
+    assert line(page, "| 60 | 0.295") == f"| 60 | 0.295 / 0.600 | 0.324 / not run yet |{f' {missing} |' * 4}"
     assert "unfinished: epoch 70 of 1,500, valid MRR 0.700 at 70" in line(page, "| FB15k-237 | TwoMult | 32")
     assert reproduction_page.PLOT.exists()
     assert json.loads((tmp_path / "reproduction.json").read_text())["curve-32"]["epochs"] == 60
 
 
+def test_the_authors_code_has_a_column(tmp_path: Path) -> None:
+    reproduction_page.AUTHORS.write_text(json.dumps({"valid": {"20": 0.2}}))
+    assert line(shown(tmp_path / "runs"), "| 20 | 0.073").endswith("| 0.189 / not run yet | 0.189 / 0.200 |")
+
+
 @pytest.mark.parametrize(
     ("name", "module", "cells"),
     [
-        ("triples", "triples", "| 0.189 / not run yet | 0.189 / 0.200 | 0.189 / not run yet |"),
-        ("file-order", "file_order", "| 0.189 / not run yet | 0.189 / not run yet | 0.189 / 0.200 |"),
+        ("triples", "triples", "| 0.189 / not run yet | 0.189 / 0.200 | 0.189 / not run yet | 0.189 / not run yet |"),
+        (
+            "file-order",
+            "file_order",
+            "| 0.189 / not run yet | 0.189 / not run yet | 0.189 / 0.200 | 0.189 / not run yet |",
+        ),
     ],
 )
 def test_a_curve_of_single_triples_has_a_column(name: str, module: str, cells: str, tmp_path: Path) -> None:
