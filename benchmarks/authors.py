@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from benchmarks import record
 from benchmarks.file_order import in_batches, read_triples
 from ingest.datasets import dataset_folder
+from ingest.errors import IngestError
 
 SEED = 2411
 DIM, HEADS, DIM_KEY, DIM_VALUE, DIM_HIDDEN = 100, 64, 32, 50, 2048
@@ -50,11 +51,16 @@ TOLERANCE = 1e-9
 @click.option("--threads", type=int, default=2, show_default=True)
 def main(code: Path, epochs: int, out: Path, threads: int) -> None:
     """Train the authors' model in CODE on FB15k-237 and record its MRR by epoch."""
-    torch.set_num_threads(threads)
+    if missing := [name for name in ("model.py", "utils.py") if not (code / name).exists()]:
+        raise click.ClickException(f"{code} has no {missing[0]}; it must hold the code that the paper links to")
     sys.path.insert(0, str(code))
     from model import SAttLE  # type: ignore[import-not-found]
 
-    splits, num_entities, num_relations = read_triples(dataset_folder("FB15k-237"))
+    torch.set_num_threads(threads)
+    try:
+        splits, num_entities, num_relations = read_triples(dataset_folder("FB15k-237"))
+    except IngestError as error:
+        raise click.ClickException(str(error)) from None
     train = both_directions(splits["train"], num_relations)
     half = len(splits["train"])
     order = in_batches(np.arange(half), half + np.arange(half), BATCH_SIZE // 2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,3 +115,9 @@ def test_ranks_are_filtered() -> None:
         rivals = [e for e in range(NUM_ENTITIES) if e not in known[source, relation]]
         expected.append(1 / (1 + sum(row[e] >= row[target] for e in rivals)))
     assert authors.mrr(model, triples, known) == pytest.approx(sum(expected) / len(expected))
+
+
+def test_a_folder_without_the_code_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(authors.main, [str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert f"{tmp_path} has no model.py; it must hold the code that the paper links to" in result.output
