@@ -290,7 +290,8 @@ NOTES = """## Notes
   other is the figure: the authors' published model, trained as in their main.py, with its seed, has 0.167 on valid and
   0.166 on test, as ours has in the same batches, where the figure has 0.189 (at epoch 10 0.042, ours 0.049, the figure
   0.058). So what is published does not give the figure's curve here; which other settings, code or count of epochs
-  would, we do not know. One seed each. The same at epochs 40 and 60 is not measured yet.
+  would, we do not know. One seed each; the first five epochs of that run went through the authors' own layers, before
+  their forward pass was written anew. The same at epochs 40 and 60 is not measured yet.
 - **Teachers.** On FB15k-237 at d = 100 longer training does not help (0.3595 on valid after 60 epochs, 0.3597 after
   140), other trainings' scores do: alone 0.3603 on valid and 0.355 on test, after one teacher 0.3633 and 0.358, after
   two 0.3653 and 0.359, each a student of 60 epochs from the beginning. The recorded student begins with what its first
