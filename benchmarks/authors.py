@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +44,9 @@ SLICE = 128
 """Rows of scores that are in memory at once."""
 TOLERANCE = 1e-9
 """How far a gradient may be from the authors', in double precision, relative to its largest entry."""
+
+Encode = Callable[[nn.Module, Tensor], Tensor]
+"""`vectors`, compiled or not."""
 
 
 @click.command()
@@ -70,7 +75,9 @@ def main(code: Path, epochs: int, out: Path, threads: int) -> None:
     sizes = (1, DIM, DIM_KEY, DIM_VALUE, DIM, DIM_HIDDEN, HEADS)
     model = SAttLE(num_entities, num_relations, *sizes, **DROPOUTS, decoder="twomult")
     triples = torch.from_numpy(train[order])
-    compare(model, triples[:BATCH_SIZE])
+    # Compiled, the steps between the matrix products take one pass each; without a compiler it is only slower.
+    encode = torch.compile(vectors, dynamic=False) if shutil.which("g++") else vectors
+    compare(model, triples[:BATCH_SIZE], encode)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=DECAY_EVERY, gamma=DECAY)
     saved = out / "state.pt"
@@ -81,7 +88,7 @@ def main(code: Path, epochs: int, out: Path, threads: int) -> None:
         model.train()
         for batch in triples.split(BATCH_SIZE):
             optimizer.zero_grad()
-            backward(model, batch)
+            backward(model, batch, encode)
             optimizer.step()
         schedule.step()
         if epoch % EVALUATE_EVERY == 0:
@@ -118,13 +125,9 @@ def vectors(model: nn.Module, triples: Tensor) -> Tensor:
     return out
 
 
-compiled_vectors = torch.compile(vectors, dynamic=False)
-"""The same, its steps between the matrix products in one pass each. The first call waits for a C++ compiler."""
-
-
-def backward(model: nn.Module, triples: Tensor) -> None:
+def backward(model: nn.Module, triples: Tensor, encode: Encode) -> None:
     """Leave the gradients of the authors' loss in the parameters."""
-    query = compiled_vectors(model, triples)
+    query = encode(model, triples)
     table, bias, of_query = model.tr_ent_embedding, model.b, torch.empty_like(query)
     of_table, of_bias = torch.zeros_like(table), torch.zeros_like(bias)
     with torch.no_grad():
@@ -141,14 +144,14 @@ def backward(model: nn.Module, triples: Tensor) -> None:
     bias.grad = of_bias * scale
 
 
-def compare(model: nn.Module, triples: Tensor) -> None:
+def compare(model: nn.Module, triples: Tensor, encode: Encode) -> None:
     """Hold the gradients of a batch, without dropout, against those of the authors' own forward pass and loss."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.double().train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
-    backward(model, triples)
+    backward(model, triples, encode)
     ours = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     model.zero_grad()
     zeros_like = torch.zeros_like

@@ -93,12 +93,12 @@ def test_gradients_are_those_of_the_loss(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(authors, "SLICE", 2)
     model, triples = StandIn(), torch.from_numpy(authors.both_directions(TRIPLES, NUM_RELATIONS))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    authors.compare(model, triples)
+    authors.compare(model, triples, authors.vectors)
     assert "gradients as the authors'" in capsys.readouterr().out
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     monkeypatch.setattr(authors, "SMOOTHING", 0.2)
     with pytest.raises(AssertionError):
-        authors.compare(model, triples)
+        authors.compare(model, triples, authors.vectors)
 
 
 def test_ranks_are_filtered() -> None:
