@@ -22,7 +22,7 @@ demo: install
 	$(BIN)/sattle predict runs/demo --source mia_baker --relation cousin_of --top 5
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
