@@ -40,7 +40,8 @@ class QueryModel(nn.Module):
 
     def forward(self, source: Tensor, relation: Tensor, query_weight: Tensor, masks: Masks) -> Tensor:
         """Turn source rows [B, D] and relation ids [B] into query vectors [B, D]."""
-        encoded = self.encoder(source, self.relations[relation], query_weight, masks)
+        # Not self.relations[relation]: several threads of a CPU would add up its gradient in an order of their own.
+        encoded = self.encoder(source, self.relations.index_select(0, relation), query_weight, masks)
         query: Tensor = self.decoder(encoded, query_weight)
         return query
 

@@ -14,6 +14,23 @@ from tests import reference
 CPU = torch.device("cpu")
 
 
+def test_two_threads_give_the_same_gradients_every_time() -> None:
+    """Few relations and more than 32,768 numbers, from where on torch lets threads add up the gradient of x[index]."""
+    config = ModelConfig(dim=64, num_heads=2, dim_key=4, dim_value=4, dim_hidden=8)
+    model = QueryModel(config, num_relations=2, seed=1).train()
+    torch.manual_seed(0)
+    source, relation, upstream = torch.randn(2048, 64), torch.randint(4, (2048,)), torch.randn(2048, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    found = []
+    for _ in range(12):
+        model.zero_grad()
+        model(source, relation, torch.ones(2048, dtype=torch.int64), {}).backward(upstream)
+        found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    torch.set_num_threads(before)
+    assert all(torch.equal(grad, found[0][name]) for grads in found for name, grad in grads.items())
+
+
 @pytest.mark.parametrize("decoder", ["twomult", "twomult-source", "tucker"])
 @pytest.mark.parametrize(("num_heads", "dim"), [(1, 7), (4, 33), (64, 5)])
 def test_reduced_form_equals_reference(decoder: str, num_heads: int, dim: int) -> None:
