@@ -81,7 +81,8 @@ def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
 
 def has_ended(facts: dict[str, Any], config: Config) -> bool:
     """Tell whether a checkpoint is the last of its run."""
-    return facts["epoch"] == config.train.epochs or is_exhausted(facts["history"], config.eval.patience)
+    at_its_end = (facts["epoch"], facts["step"]) == (config.train.epochs, 0)
+    return at_its_end or is_exhausted(facts["history"], config.eval.patience)
 
 
 def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph: Graph) -> None:
@@ -96,10 +97,12 @@ def check_resumable(run_dir: Path, facts: dict[str, Any], config: Config, graph:
             f"{run_dir} holds a run of another graph than {graph.path} ({graph_differences(facts, graph)}); "
             f"use another --out; if the graph has grown, `--grow-from {run_dir}` keeps what was learnt"
         )
-    if facts["epoch"] > config.train.epochs:
+    epoch, step = facts["epoch"], facts["step"]
+    if (epoch, step) > (config.train.epochs, 0):
+        trained = f"{epoch} epochs" + (f" and {step} steps" if step else "")
         raise ConfigError(
-            f"{run_dir} has been trained for {facts['epoch']} epochs, more than --epochs {config.train.epochs}; "
-            f"ask for at least {facts['epoch']}, or use another --out"
+            f"{run_dir} has been trained for {trained}, more than --epochs {config.train.epochs}; "
+            f"ask for at least {epoch + (step > 0)}, or use another --out"
         )
 
 
@@ -119,7 +122,7 @@ def lock_run_dir(run_dir: Path) -> object:
     lock = (run_dir / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"another process is training in {run_dir}; wait for it, or use another --out") from None
     return lock
 

@@ -15,7 +15,8 @@ from sattle_dist import checkpoint
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError
 from sattle_dist.graph import Graph
-from sattle_dist.run import prepare_run_dir
+from sattle_dist.run import check_resumable, has_ended, prepare_run_dir
+from sattle_dist.storage import read_facts
 from sattle_dist.trainer import Trainer
 from tests.distributed.test_checkpoint import config_for, make_trainer
 from tests.graphs import random_splits, write_graph
@@ -129,6 +130,20 @@ def refuse_resume(group: Group, graphs: tuple[Path, Path], run_dir: Path) -> lis
         except ConfigError as error:
             said.append(str(error))
     return said
+
+
+def refuse_fewer_epochs(group: Group, graph: Path, run_dir: Path) -> None:
+    train_old(group, graph, run_dir)
+    facts = {**read_facts(checkpoint.find(run_dir, "latest")), "step": 4}  # as if stopped in its third epoch
+    assert has_ended({**facts, "step": 0}, config_for(2))
+    assert not has_ended(facts, config_for(2))
+    check_resumable(run_dir, facts, config_for(3), Graph.open(graph))
+    with pytest.raises(ConfigError, match=r"for 2 epochs and 4 steps, more than --epochs 2; ask for at least 3, or"):
+        check_resumable(run_dir, facts, config_for(2), Graph.open(graph))
+
+
+def test_steps_beyond_the_epochs_asked_for_are_refused(graphs: tuple[Path, Path], tmp_path: Path) -> None:
+    run_processes(1, refuse_fewer_epochs, graphs[0], tmp_path / "run")
 
 
 def test_another_graph_or_config_is_refused_by_its_differing_fields(graphs: tuple[Path, Path], tmp_path: Path) -> None:
