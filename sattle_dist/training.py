@@ -53,7 +53,7 @@ def start(config: Config) -> int:
         config = config.override({"out": str(run_dir)}, "command line")
         prepare_run_dir(run_dir, config, graph)  # whose lock is for the workers to take
         # The workers read the very config that was checked and written here.
-        arguments = ["train", "--config", str(run_dir / "config.toml")]
+        arguments = ["train", "--config", str(run_dir / "config.toml"), "--nproc", str(nproc)]
 
         def where_it_goes_on() -> str:
             saved = last_saved(config, run_dir)
@@ -66,7 +66,7 @@ def start(config: Config) -> int:
             arguments,
             nproc,
             at_first=AT_FIRST,
-            hint=f"`sattle {' '.join(arguments)} --nproc {nproc}` continues from the last checkpoint",
+            hint=f"`sattle {' '.join(arguments)}` continues from the last checkpoint",
             saves=True,
             only_first=["--resume", config.run.resume],
             restarts=Restarts(config.run.max_restarts, where_it_goes_on),

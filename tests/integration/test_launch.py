@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from sattle_dist import training
 from sattle_dist.cli import main
 from tests.launching import NUM_ENTITIES, ROOT, SMALL, TORCHRUN, TRAIN, WAYS, running, small_graph, trained
 
@@ -62,6 +63,19 @@ def test_more_processes_than_entities_or_gpus_are_refused_in_one_line(
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not run.exists()
+
+
+def test_one_process_stays_one_where_there_are_more_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that may start its one worker again tells it so: by itself it would start one for each GPU."""
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(training, "run_workers", lambda *given, **more: started.append(given) or 0)
+    run = tmp_path / "run"
+    options = ["--graph", str(small_graph(tmp_path)), "--out", str(run), "--nproc", "1", "--max-restarts", "2"]
+    result = CliRunner().invoke(main, ["train", *options])
+    assert result.exit_code == 0
+    assert started == [(["train", "--config", str(run / "config.toml"), "--nproc", "1"], 1)]
 
 
 def test_slurm_script_is_valid_shell() -> None:
