@@ -136,19 +136,32 @@ def write_json(path: Path, result: Result) -> None:
 
 def write_positions(path: Path, positions: Positions, graph: Graph) -> None:
     """Write every pair's triple, direction, position and number of candidates as Parquet, some at a time."""
-    entities = pq.read_table(graph.path / "entities.parquet", columns=["label"])["label"]
-    relations = pq.read_table(graph.path / "relations.parquet", columns=["label"])["label"]
+    ids = np.union1d(positions.source, positions.target)
+    entities = read_labels(graph.path / "entities.parquet", ids)
+    relations = read_labels(graph.path / "relations.parquet", np.arange(graph.num_relations))
     with replacing(path) as draft, pq.ParquetWriter(draft, _POSITIONS, compression="zstd") as writer:
         for part in pieces(len(positions)):
             some = Positions(**{name: column[part] for name, column in vars(positions).items()})
             source, relation, target, direction = original_triples(some, graph.num_relations)
             columns = [
                 *(source, relation, target),
-                *(entities.take(source), relations.take(relation), entities.take(target)),
+                entities.take(np.searchsorted(ids, source)).cast(pa.string()),
+                relations.take(relation).cast(pa.string()),
+                entities.take(np.searchsorted(ids, target)).cast(pa.string()),
                 pa.array(DIRECTIONS).take(direction),
                 *(some.position, some.candidates),
             ]
             writer.write_table(pa.table(columns, schema=_POSITIONS))
+
+
+def read_labels(file: Path, ids: Int64s) -> pa.Array:
+    """Read the labels of these ids, which are sorted; of the others, only some are in memory at a time."""
+    found, first = [pa.array([], pa.large_string())], 0  # large: all together may be more than 2 GiB
+    for batch in pq.ParquetFile(file).iter_batches(columns=["label"]):
+        start, stop = np.searchsorted(ids, (first, first + len(batch)))
+        found.append(batch["label"].cast(pa.large_string()).take(ids[start:stop] - first))
+        first += len(batch)
+    return pa.concat_arrays(found)
 
 
 def report_test(
