@@ -42,9 +42,21 @@ def load_run(path: str | Path, *, device: str = "auto") -> Run:
     program that torchrun started, one of its processes is made and stays. Every rank must call it.
     """
     if dist.is_initialized():
-        return Run(*open_run(Path(path), Group(), choose_device(device, Place.from_environment())))
+        chosen = choose_device(device, Place.from_environment())
+        require_backends(chosen)
+        return Run(*open_run(Path(path), Group(), chosen))
     with joined(RunConfig(device=device, threads=torch.get_num_threads())) as (group, chosen):
         return Run(*open_run(Path(path), group, chosen))
+
+
+def require_backends(device: torch.device) -> None:
+    """Raise ConfigError where the process group cannot carry what is sent: ids on the CPU, rows on the device."""
+    backends = dist.get_backend_config()
+    if missing := {"cpu", device.type} - {pair.partition(":")[0] for pair in backends.split(",")}:
+        raise ConfigError(
+            f"the process group has no backend for {missing.pop()} tensors (it has {backends}); make it with "
+            'init_process_group("cpu:gloo,cuda:nccl"), or call load_run before there is one'
+        )
 
 
 class Run:

@@ -78,6 +78,7 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     if device.type == "cpu":
         keep_to_own_cores(place, torch.get_num_threads())
     # Sums in a fixed order on a GPU too: a run is a function of its seed.
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(device.type == "cuda")
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -98,6 +99,7 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     finally:
         if place.world_size == 1:  # a worker ends with its process, see end_process
             dist.destroy_process_group()
+            torch.use_deterministic_algorithms(before)
 
 
 def keep_to_own_cores(place: Place, num_threads: int) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 from sattle_dist import Run, load_run
@@ -216,6 +218,22 @@ def test_the_package_alone_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["False", "False"]
     assert "has no attribute 'nonsense'" in done.stderr
+
+
+def test_api_refuses_a_process_group_that_cannot_send_ids(families_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(ValueError, match=r'no backend for cpu tensors \(it has cuda:nccl\).*"cpu:gloo,cuda:nccl"'):
+        load_run(families_run / "run")
+
+
+def test_api_leaves_the_settings_of_torch_as_they_were(families_run: Path) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        load_run(families_run / "run", device="cpu")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_api_refuses_what_it_cannot_mean(run: Run, families_run: Path) -> None:
