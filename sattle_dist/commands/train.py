@@ -65,7 +65,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     from sattle_dist import training
     from sattle_dist.events import check_tensorboard
     from sattle_dist.precision import usable_precision
-    from sattle_dist.runtime import end_process
+    from sattle_dist.runtime import Whereabouts, end_process
 
     given = {name: value for name, value in options.items() if value is not None}
     config = resolve_config(recipe, file, given)
@@ -74,5 +74,7 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     config = with_graph(config)
     if config.run.tensorboard == "on":
         check_tensorboard()
-    precision = usable_precision(config.run.precision, config.run.device)
-    end_process(training.start(config.override({"precision": precision}, "command line")))
+    if Whereabouts.from_environment() is None:  # else our launcher has tried it
+        precision = usable_precision(config.run.precision, config.run.device)
+        config = config.override({"precision": precision}, "command line")
+    end_process(training.start(config))

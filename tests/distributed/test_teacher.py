@@ -87,7 +87,7 @@ def scores_of(learner: Learner, source: torch.Tensor, relation: torch.Tensor) ->
 
 
 def first_step(group: Group, graph: Path, run_dir: Path, config: Config) -> dict[str, Any]:
-    """Take the first step of a run at rate 0; give its loss and the gradients of the rows."""
+    """Take the first step of a run at rate 0; give its loss, and the gradients of its shard and the relations."""
     trainer = make_trainer(group, graph, run_dir, config)
     learner = trainer.learner
     batch = next(iter(trainer.batches.epoch(0)))
@@ -95,6 +95,7 @@ def first_step(group: Group, graph: Path, run_dir: Path, config: Config) -> dict
     return {
         "loss": group.all_reduce(loss, "loss").item(),
         "bias": learner.table.bias.grad.clone(),
+        "rows": learner.table.rows.grad.clone(),
         "relations": learner.model.relations.grad.clone(),
     }
 
@@ -115,7 +116,7 @@ def odds_of_settled(graph: Graph, relations: list[int]) -> torch.Tensor:
 
 
 def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config) -> dict[str, Any]:
-    """The same with full scores and autograd over the table's biases, which begin at zero."""
+    """The same with full scores and autograd over the table; its biases begin at zero."""
     trainer = make_trainer(group, graph, run_dir, config)
     learner, batch = trainer.learner, next(iter(trainer.batches.epoch(0)))
     targets: list[list[int]] = [[] for _ in range(batch.num_queries)]
@@ -129,13 +130,13 @@ def first_step_densely(group: Group, graph: Path, run_dir: Path, config: Config)
     if config.train.settled_discount:
         teacher_scores -= config.train.settled_discount * odds_of_settled(trainer.graph, relation.tolist())
     learner.model.train()
-    rows = learner.table.rows.detach()
+    rows = learner.table.rows.detach().clone().requires_grad_()
     query = learner.model(rows[source], relation, batch.query_weight[: batch.num_queries], {})
     bias = torch.zeros(N, dtype=torch.float64, requires_grad=True)
     weight = config.train.teacher_weight
     loss = dense_loss("filtered", query.double(), rows.double(), bias, targets, 0.1, 0.5, (teacher_scores, weight))
-    (grad_bias, grad_relations) = torch.autograd.grad(loss, [bias, learner.model.relations])
-    return {"loss": loss.item(), "bias": grad_bias, "relations": grad_relations}
+    grads = torch.autograd.grad(loss, [bias, rows, learner.model.relations])
+    return {"loss": loss.item(), **dict(zip(("bias", "rows", "relations"), grads, strict=True))}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def test_a_step_heeds_its_teachers(
         torch.testing.assert_close(rank["relations"], want["relations"], rtol=1e-3, atol=1e-6)
     bias = torch.cat([rank["bias"] for rank in ranks]).double()
     torch.testing.assert_close(bias, want["bias"], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(torch.cat([rank["rows"] for rank in ranks]), want["rows"], rtol=1e-3, atol=1e-6)
     (alone,) = run_processes(1, first_step, graph, tmp_path / "alone", config.override({"teacher": ""}, "test"))
     assert abs(alone["loss"] - want["loss"]) > 0.5
     if discount:
