@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -124,6 +125,8 @@ def lock_run_dir(run_dir: Path) -> object:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"another process is training in {run_dir}; wait for it, or use another --out") from None
+    except OSError as error:  # some network file systems have no locks, and nothing else is wrong with them
+        print(f"{run_dir} cannot be locked ({error}); see to it that no other run writes there", file=sys.stderr)
     return lock
 
 

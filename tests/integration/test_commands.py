@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -242,6 +244,18 @@ def test_a_run_directory_in_use_is_left_as_it_is(tiny: Path) -> None:
         assert "another process is training in" in done.stderr
         assert (run / "config.toml").read_text() == HEAD + "[train]\nseed = 5\n"
         assert (run / "metrics.jsonl").exists()
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert lock_run_dir(tmp_path)
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path} cannot be locked ([Errno {errno.ENOSYS}] Function not implemented); see to it")
 
 
 def test_help_teaches(tiny: Path) -> None:
