@@ -26,6 +26,7 @@ from sattle_dist.settled import DISCOUNT_BYTES
 from sattle_dist.sharding import Sharding
 
 FLOAT, DOUBLE, INT = 4, 8, 8  # bytes
+POSITION_BYTES = 9 * INT  # of a (query, target) pair: three counts, its query and target, its position and draw
 
 # Measured, as no count gives them: tests hold them to real processes.
 PROCESS = 324 * MIB  # Python, torch and this library, resident before anything is made
@@ -46,6 +47,7 @@ class Workload:
     num_queries: int
     world_size: int
     cuda: bool = False
+    num_evaluated: int = 0  # triples of valid or test, the larger
     teachers: tuple[ModelConfig, ...] = ()  # the models of the run's teachers
 
     @property
@@ -245,10 +247,14 @@ def plan_bytes(work: Workload) -> int:
 
 
 def evaluation_bytes(work: Workload) -> int:
-    """Count what an evaluation adds to a training process: a buffer of scores, their comparisons, encoded queries."""
+    """Count what an evaluation adds to a training process: a buffer of scores, their comparisons, encoded queries.
+
+    The positions of all pairs are in the memory of the host, on every rank.
+    """
     sizes = Sizes.within(work.score_budget, work.num_rows, torch.device("cuda" if work.cuda else "cpu"))
     encoded = replace(work, config=work.config.override({"batch_size": MAX_QUERIES_PER_BLOCK}, "evaluation"))
-    return 2 * FLOAT * sizes.num_queries * sizes.num_rows + forward_bytes(encoded)
+    on_device = 2 * FLOAT * sizes.num_queries * sizes.num_rows + forward_bytes(encoded)
+    return on_device if work.cuda else on_device + 2 * work.num_evaluated * POSITION_BYTES
 
 
 def forward_bytes(work: Workload) -> int:

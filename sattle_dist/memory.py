@@ -101,11 +101,17 @@ def require_fits(config: Config, graph: Graph, group: Group, device: torch.devic
         num_queries=len(index),
         world_size=group.world_size,
         cuda=device.type == "cuda",
+        num_evaluated=most_evaluated(graph),
         teachers=teacher_models(config),
     )
     problems = group.gather_objects(find_problem(work, Place.from_environment().local_world_size, device))
     if problem := next(filter(None, problems), ""):
         raise ConfigError(problem)
+
+
+def most_evaluated(graph: Graph) -> int:
+    """Count the triples of the larger of the splits that a run evaluates."""
+    return max(graph.num_triples["valid"], graph.num_triples["test"])
 
 
 def teacher_models(config: Config) -> tuple[ModelConfig, ...]:

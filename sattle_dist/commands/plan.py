@@ -84,7 +84,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     """Read the sizes from a graph or from the options."""
     from sattle_dist.costs import Workload
     from sattle_dist.graph import Graph
-    from sattle_dist.memory import teacher_models
+    from sattle_dist.memory import most_evaluated, teacher_models
     from sattle_dist.teacher import names, require_discountable
     from sattle_dist.units import parse_count
 
@@ -96,6 +96,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
             raise ConfigError(f"--{next(iter(counts))} is given with the graph {graph}; leave one of them away")
         opened = Graph.open(graph)
         sizes = [opened.num_entities, opened.num_relations, opened.num_triples["train"], len(opened.index("train"))]
+        num_evaluated = most_evaluated(opened)
         if not sizes[2]:
             raise ConfigError(f"{graph} has no training triples")
     else:
@@ -106,6 +107,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
             assumptions.append(
                 "as many queries as triples (--queries), that is two targets a query; FB15k-237 has 3.6, WN18RR 1.7"
             )
+        num_evaluated = 0
         sizes = [parse_count(counts[name], f"--{name}") for name in ("entities", "relations", "triples", "queries")]
         if sizes[3] > 2 * sizes[2]:
             raise ConfigError(f"--queries must be at most two per triple ({2 * sizes[2]:,}), got {sizes[3]:,}")
@@ -119,6 +121,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
         num_queries=sizes[3],
         world_size=devices,
         cuda=uses_cuda(config, options),
+        num_evaluated=num_evaluated,
         teachers=teacher_models(config),
     )
     assumptions += [

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,23 @@ def test_evaluation_adds_what_a_real_one_does(decoder: str, tmp_path: Path, grou
     with LiveBytes() as live:
         evaluate(learner, graph, "valid", "mean", 0)
     assert costs.evaluation_bytes(work) == pytest.approx(live.peak, rel=0.2)
+
+
+@pytest.mark.parametrize("ties", ["random", "mean"])
+def test_positions_take_the_memory_of_real_ones(ties: str, tmp_path: Path, group: Group) -> None:
+    splits = random_splits(0, num_entities=300, num_relations=7, num_triples=60_000)
+    graph = Graph.open(write_graph(tmp_path / "g", splits, num_entities=300, num_relations=7))
+    work = make_work(300, dim=4, num_heads=1, dim_hidden=4)
+    learner, _ = start(work, group)
+    evaluate(learner, graph, "valid", ties, 0)
+    tracemalloc.start()  # numpy's arrays; torch's tensors are not among them
+    evaluate(learner, graph, "train", ties, 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    evaluated = replace(work, num_evaluated=graph.num_triples["train"])
+    counted = costs.evaluation_bytes(evaluated) - costs.evaluation_bytes(work)
+    assert counted == pytest.approx(peak, rel=0.2)
+    assert costs.evaluation_bytes(replace(evaluated, cuda=True)) == costs.evaluation_bytes(replace(work, cuda=True))
 
 
 def test_checkpoint_and_index_are_as_large_as_real_ones(tmp_path: Path, group: Group) -> None:
