@@ -40,7 +40,7 @@ BATCH_SIZE = 2048
 LEARNING_RATE, DECAY, DECAY_EVERY = 0.001, 0.995, 2
 SMOOTHING = 0.1
 EVALUATE_EVERY = 5
-SLICE = 128
+SLICE = 512
 """Rows of scores that are in memory at once."""
 TOLERANCE = 1e-9
 """How far a gradient may be from the authors', in double precision, relative to its largest entry."""
@@ -118,8 +118,13 @@ def vectors(model: nn.Module, triples: Tensor) -> Tensor:
     share = torch.sigmoid((query * apart).sum(-1, keepdim=True) / attention.attention.temperature)  # [B, H, 1]
     drop_share = attention.attention.dropout
     of_source, of_relation = drop_share(share), drop_share(1 - share)
-    mixed = of_source * attention.w_vs(source).view(heads) + of_relation * attention.w_vs(relation).view(heads)
-    x = attention.layer_norm(attention.dropout(attention.fc(mixed.flatten(1))) + relation)
+    # The values of a head and what is made of them are one matrix: it is multiplied once, with the mixed tokens.
+    value, bias = attention.w_vs.weight.view(heads[1], -1, source.shape[1]), attention.w_vs.bias.view(heads[1], -1)
+    out_of = attention.fc.weight.view(source.shape[1], heads[1], -1)
+    mixed = of_source * source[:, None] + of_relation * relation[:, None]  # [B, H, D]
+    attended = mixed.flatten(1) @ torch.einsum("ohv,hvi->hio", out_of, value).flatten(0, 1) + attention.fc.bias
+    attended = attended + (of_source + of_relation)[..., 0] @ torch.einsum("ohv,hv->ho", out_of, bias)
+    x = attention.layer_norm(attention.dropout(attended) + relation)
     hidden = F.relu(F.linear(x, feed.w_1.weight.squeeze(2), feed.w_1.bias))
     out: Tensor = feed.layer_norm(feed.dropout(F.linear(hidden, feed.w_2.weight.squeeze(2), feed.w_2.bias)) + x)
     return out
@@ -128,20 +133,24 @@ def vectors(model: nn.Module, triples: Tensor) -> Tensor:
 def backward(model: nn.Module, triples: Tensor, encode: Encode) -> None:
     """Leave the gradients of the authors' loss in the parameters."""
     query = encode(model, triples)
-    table, bias, of_query = model.tr_ent_embedding, model.b, torch.empty_like(query)
-    of_table, of_bias = torch.zeros_like(table), torch.zeros_like(bias)
+    table, bias, target = model.tr_ent_embedding, model.b, triples[:, 2]
     with torch.no_grad():
+        # One more column each, so that the products add the bias and its gradient too.
+        query_1, table_1 = F.pad(query, (0, 1), value=1.0), torch.cat([table, bias[:, None]], 1)
+        of_query, of_table = torch.empty_like(query_1), torch.zeros_like(table_1)
         for first in range(0, len(query), SLICE):
             rows = slice(first, first + SLICE)
-            difference = torch.addmm(bias, query[rows], table.T).sigmoid_().sub_(1 / len(table))
-            difference[torch.arange(len(difference)), triples[rows, 2]] -= 1 - SMOOTHING
-            of_query[rows] = difference @ table
-            of_table.addmm_(difference.T, query[rows])
-            of_bias += difference.sum(0)
+            positive = torch.mm(query_1[rows], table_1.T).sigmoid_()
+            of_query[rows] = positive @ table_1
+            of_table.addmm_(positive.T, query_1[rows])
+        # Less the labels: 1 / N for every entity, and most of the rest for the target.
+        of_query -= table_1.mean(0) + (1 - SMOOTHING) * table_1[target]
+        of_table -= query_1.sum(0) / len(table)
+        of_table.index_add_(0, target, query_1, alpha=SMOOTHING - 1)
     scale = 1 / (len(query) * len(table))
-    query.backward(of_query * scale)
-    table.grad += of_table * scale
-    bias.grad = of_bias * scale
+    query.backward(of_query[:, :-1] * scale)
+    table.grad += of_table[:, :-1] * scale
+    bias.grad = of_table[:, -1] * scale
 
 
 def compare(model: nn.Module, triples: Tensor, encode: Encode) -> None:
