@@ -20,6 +20,7 @@ from ingest.options import SPLITS
 FORMAT = "sattle-graph"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+COUNTED = {"entities": "num_entities", "relations": "num_relations"}
 INDEX_ARRAYS = ("queries", "offsets", "targets")
 _PIECE = 1 << 22
 
@@ -134,15 +135,25 @@ def read_manifest(graph: Path) -> dict[str, Any]:
         )
     try:
         for count in (manifest["num_entities"], manifest["num_relations"]):
-            int(count)
+            _check_count(count)
         for split in SPLITS:
-            int(manifest["splits"][split]["triples"]), int(manifest["splits"][split]["queries"])
+            _check_count(manifest["splits"][split]["triples"])
+            _check_count(manifest["splits"][split]["queries"])
         for name, facts in manifest["files"].items():
-            str(name), int(facts["bytes"]), str(facts["sha256"])
+            _check_count(facts["bytes"])
+            str(name), str(facts["sha256"])
+        for kind in ("read", "kept", "duplicates", "rejected"):
+            _check_count(manifest["lines"][kind])
+        list(manifest["made_by"]["inputs"]), str(manifest["split"]["how"])
         str(manifest["checksum"]), str(manifest["name"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise IngestError(f"{path} is damaged ({error!r}); ingest the graph again") from None
     return manifest
+
+
+def _check_count(value: object) -> None:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
 
 
 def check_sizes(graph: Path, manifest: dict[str, Any]) -> None:
@@ -158,8 +169,26 @@ def check_sizes(graph: Path, manifest: dict[str, Any]) -> None:
             )
 
 
+def _check_counts(graph: Path, manifest: dict[str, Any]) -> None:
+    """Raise IngestError where a count of the manifest is not what the files hold."""
+    counts = {}
+    for table, count in COUNTED.items():
+        counts[f"{table}.parquet"] = (pq.read_metadata(graph / f"{table}.parquet").num_rows, manifest[count])
+    for split, said in manifest["splits"].items():
+        folder = f"index/split={split}"
+        counts[f"{folder}/queries.npy"] = (_read_header(graph / folder / "queries.npy")[0], said["queries"])
+        counts[f"{folder}/targets.npy"] = (_read_header(graph / folder / "targets.npy")[0], 2 * said["triples"])
+    for name, (found, expected) in counts.items():
+        if found != expected:
+            raise IngestError(
+                f"{graph} is damaged: {name} holds {found:,}, its manifest says {expected:,}; ingest the graph again"
+            )
+
+
 def verify(graph: Path, manifest: dict[str, Any]) -> None:
     """Recompute every checksum; raise IngestError naming the first file that differs."""
+    if missing := [f"{table}.parquet" for table in COUNTED if f"{table}.parquet" not in manifest["files"]]:
+        raise IngestError(f"{graph} is damaged: its manifest does not know {missing[0]}; ingest the graph again")
     check_sizes(graph, manifest)
     found = describe_files(graph)
     for name, facts in manifest["files"].items():
@@ -168,5 +197,6 @@ def verify(graph: Path, manifest: dict[str, Any]) -> None:
     extra = sorted(set(found) - set(manifest["files"]))
     if extra:
         raise IngestError(f"{graph} holds {extra[0]}, which its manifest does not know; remove it")
+    _check_counts(graph, manifest)
     if content_checksum(graph) != manifest["checksum"]:
         raise IngestError(f"{graph} is damaged: the checksum of its content differs; ingest the graph again")

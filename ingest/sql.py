@@ -21,8 +21,8 @@ _MAX_WIDTH = 60
 def open_views(graph: Path) -> duckdb.DuckDBPyConnection:
     """Open a graph as the views triples, entities and relations (and rejects, where lines were skipped).
 
-    triples: split, source, relation, target as labels, and source_id, relation_id, target_id. The connection can write
-    nothing and read nothing but the graph.
+    triples: split, source, relation, target as labels, and source_id, relation_id, target_id. The connection can reach
+    no file outside the graph; that it writes none in it is for its caller to see to (`only_select`).
     """
     manifest = read_manifest(graph)
     check_sizes(graph, manifest)
@@ -49,11 +49,8 @@ def run_query(graph: Path, query: str, output: str, stream: TextIO) -> None:
     """Run a query on a graph's views and print the result as a table, CSV or JSON; raise IngestError in one line."""
     connection = open_views(graph)
     try:
-        result = connection.execute(query)
-        # An empty query gives no result at all, a statement other than SELECT one without columns.
-        names = [column[0] for column in (result.description if result else None) or []]
-        if not names:
-            raise IngestError("the query gives no rows; write a SELECT")
+        result = connection.execute(only_select(query))
+        names = [column[0] for column in result.description or []]
         printer = {"table": _print_table, "csv": _print_csv, "json": _print_json}[output]
         printer(names, result.fetchall(), stream)
     except duckdb.Error as error:
@@ -61,6 +58,20 @@ def run_query(graph: Path, query: str, output: str, stream: TextIO) -> None:
         raise IngestError(f"the query failed: {text} (views: triples, entities, relations)") from None
     finally:
         connection.close()
+
+
+def only_select(query: str) -> duckdb.Statement:
+    """Give the one statement of a query; raise IngestError where it is none that only reads.
+
+    A pivot is a `MULTI`. An explanation is refused, since EXPLAIN ANALYZE does what it explains.
+    """
+    statements = duckdb.extract_statements(query)
+    if len(statements) != 1:
+        raise IngestError(f"the query has {len(statements)} statements; write one SELECT")
+    if statements[0].type not in (duckdb.StatementType.SELECT, duckdb.StatementType.MULTI):
+        kind = statements[0].type.name.replace("_", " ")
+        raise IngestError(f"the query may not {kind}: it can only read the graph; write a SELECT")
+    return statements[0]
 
 
 def _print_table(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
@@ -73,17 +84,23 @@ def _print_table(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: 
 
 
 def _cell(value: Any) -> str:
-    text = "" if value is None else value if isinstance(value, str) else str(value)
+    text = "" if value is None else str(_plain(value))
     text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
     return text if len(text) <= _MAX_WIDTH else text[: _MAX_WIDTH - 3] + "..."
+
+
+def _plain(value: Any) -> Any:
+    """Give bytes, as rejected lines are, as text."""
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def _print_csv(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows(rows)
+    writer.writerows([_plain(value) for value in row] for row in rows)
 
 
 def _print_json(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
-    records = (json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) for row in rows)
+    plain = ([None if value != value else _plain(value) for value in row] for row in rows)  # JSON has no NaN
+    records = (json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) for row in plain)
     stream.write("[" + ",\n ".join(records) + "]\n")

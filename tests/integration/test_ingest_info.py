@@ -120,6 +120,20 @@ def test_verify_finds_one_changed_bit(graph, name):
     assert f"damaged: the checksum of {path.relative_to(graph).as_posix()} differs" in result.stderr
 
 
+def test_verify_compares_the_counts(graph):
+    said = manifest(graph)
+    train = {**said["splits"]["train"], "triples": 1}
+    for change, message in (
+        ({"num_entities": 5}, "entities.parquet holds 6, its manifest says 5"),
+        ({"num_relations": 9}, "relations.parquet holds 4, its manifest says 9"),
+        ({"splits": {**said["splits"], "train": train}}, "index/split=train/targets.npy holds"),
+        ({"files": {}}, "its manifest does not know entities.parquet"),
+    ):
+        (graph / "manifest.json").write_text(json.dumps({**said, **change}))
+        result = run(info, graph, "--verify", "--no-leakage")
+        assert (result.exit_code, message in result.stderr) == (2, True), result.output
+
+
 def test_damaged_graphs_are_named(graph):
     targets = graph / "index/split=train/targets.npy"
     targets.write_bytes(targets.read_bytes()[:-4])
@@ -130,6 +144,10 @@ def test_damaged_graphs_are_named(graph):
         ({"format": "something"}, "does not describe a sattle-graph"),
         ({"splits": {}}, "is damaged"),
         ({"files": []}, "is damaged"),
+        ({"lines": {}}, "is damaged (KeyError('read'))"),
+        ({"split": "x"}, "is damaged"),
+        ({"num_entities": "6"}, "'6' is no count"),
+        ({"num_relations": -4}, "-4 is no count"),
     ):
         (graph / "manifest.json").write_text(json.dumps({**said, **change}))
         result = run(info, graph)
@@ -198,18 +216,34 @@ def test_sql_as_table_csv_and_json(graph):
     assert counts.stdout.splitlines()[1] == "6,4"
 
 
+def test_sql_pivots_and_writes_what_csv_and_json_can_hold(graph):
+    pivot = "PIVOT (SELECT split, relation FROM triples) ON split USING count(*) ORDER BY relation"
+    assert run(sql, graph, pivot, "--format", "csv").stdout.splitlines()[0] == "relation,test,train,valid"
+    values = "SELECT 'ab'::BLOB AS bytes, 'nan'::DOUBLE AS number"
+    assert run(sql, graph, values, "--format", "csv").stdout.splitlines()[1] == "ab,nan"
+    assert json.loads(run(sql, graph, values, "--format", "json").stdout) == [{"bytes": "ab", "number": None}]
+
+
 @pytest.mark.parametrize(
     ("query", "message"),
     [
         ("SELEC 1", "syntax error"),
         ("SELECT * FROM nothing", "nothing"),
-        ("COPY (SELECT 1) TO '/tmp/sattle-sql-test.csv'", "Permission Error"),
+        ("COPY (SELECT 1) TO '/tmp/sattle-sql-test.csv'", "may not COPY"),
+        ("COPY (SELECT 1) TO '{graph}/entities.parquet'", "may not COPY: it can only read the graph; write a SELECT"),
+        ("EXPLAIN ANALYZE COPY (SELECT 1) TO '{graph}/x.csv'", "may not EXPLAIN"),
+        ("ATTACH '{graph}/x.db'", "may not ATTACH"),
+        ("EXPORT DATABASE '{graph}/x'", "may not EXPORT"),
+        ("CREATE TABLE x (a INT)", "may not CREATE"),
+        ("SELECT 1; SELECT 2", "the query has 2 statements; write one SELECT"),
         ("SELECT * FROM read_csv('/etc/passwd')", "Permission Error"),
-        ("", "no rows"),
+        ("", "the query has 0 statements"),
     ],
 )
 def test_sql_errors_are_one_line(graph, query, message):
-    result = run(sql, graph, query)
+    before = {path: path.read_bytes() for path in graph.rglob("*") if path.is_file()}
+    result = run(sql, graph, query.replace("{graph}", str(graph)))
+    assert {path: path.read_bytes() for path in graph.rglob("*") if path.is_file()} == before
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
