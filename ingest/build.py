@@ -62,6 +62,11 @@ def ingest_triples(
         {split: [str(path) for path in paths] for split, paths in given.items()},
         options.format,
     )
+    if all(source.split for source in sources):
+        for name in ("valid_fraction", "test_fraction"):
+            if share := getattr(options, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise IngestError(f"{flag} {share:g} splits an input that has none; these files have their splits")
     old = OldGraph.open(options.append_to) if options.append_to else None
     if old:
         options = old.split_like_before(options)
@@ -165,7 +170,11 @@ class _Run:
         load_raw(scratch, prefetch(reader.batches()))
         self.warnings += reader.warnings
         if reader.lines.read == reader.lines.rejected:
-            what = f"all {reader.lines.read:,} lines were rejected" if reader.lines.read else "nothing but empty lines"
+            lines = reader.lines
+            passed = lines.blank + lines.comments + lines.headers
+            what = "nothing but empty, comment and header lines" if passed else "it is empty"
+            if lines.read:
+                what = f"all {lines.read:,} lines were rejected"
             raise IngestError(f"there are no triples in {self.sources[0].path}: {what}")
         return reader.lines.plus(self.old.manifest["lines"]) if self.old else reader.lines
 

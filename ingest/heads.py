@@ -87,7 +87,15 @@ def _with_columns(layout: Layout, line: bytes, source: Source, options: IngestOp
     except IngestError as error:
         raise IngestError(f"{source.path}: first line: {error}") from None
     first, second, third = (_place(column, names, source.path, options.header) for column in options.columns)
+    require_different((first, second, third), options.columns, source.path)
     return replace(layout, positions=(first, second, third), num_fields=len(names))
+
+
+def require_different(found: Sequence[object], columns: Sequence[str], path: str) -> None:
+    """Raise IngestError where two of the chosen columns, each by its name or its position, are the same one."""
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        if found[i] == found[j]:
+            raise IngestError(f"--columns {','.join(columns)}: {columns[i]} and {columns[j]} are one column of {path}")
 
 
 def _place(column: str, names: list[str], path: str, header: bool) -> int:

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ingest.errors import IngestError
+from ingest.heads import require_different
 from ingest.lines import COLUMNS, Parsed, Reject
 
 _BATCH_ROWS = 1 << 18
@@ -21,6 +22,8 @@ def read_parquet(path: str, columns: tuple[str, str, str] | None) -> Iterator[Pa
     source = pa.BufferReader(sys.stdin.buffer.read()) if path == "-" else path
     with pq.ParquetFile(source) as file:
         names = _choose(path, file.schema_arrow, columns)
+        if twice := [name for name in names if file.schema_arrow.names.count(name) > 1]:
+            raise IngestError(f"{path} has several columns called {twice[0]}; give them names of their own")
         row = 1
         for batch in file.iter_batches(_BATCH_ROWS, columns=names):
             yield _parse_batch([_as_binary(batch.column(name), path, name) for name in names], row)
@@ -47,6 +50,7 @@ def _choose(path: str, schema: pa.Schema, columns: tuple[str, str, str] | None) 
             chosen.append(names[int(column) - 1])
         else:
             raise IngestError(f"--columns {column}: {path} has the columns {', '.join(names[:20])}")
+    require_different(chosen, columns, path)
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -112,7 +113,8 @@ class Reader:
         shown = [f"{source.path}:{reject.line}: {reject.reason}" for reject in rejects[:_NAMED_REJECTS]]
         more = "" if len(rejects) <= _NAMED_REJECTS else ", and more"
         raise IngestError(
-            f"malformed lines: {'; '.join(shown)}{more} (mend them, or put such lines aside with --on-reject skip)"
+            f"malformed lines: {'; '.join(shown)}{more} ({_advice(rejects[0].reason)}mend them, or put such lines "
+            "aside with --on-reject skip)"
         )
 
     def _parsed(self, source: Source) -> Iterator[Parsed]:
@@ -153,6 +155,16 @@ def _reject_batch(source: Source, rejects: list[Reject]) -> pa.RecordBatch:
         ],
         schema=_REJECT_SCHEMA,
     )
+
+
+def _advice(reason: str) -> str:
+    """Say which option helps where all lines have another number of fields than three."""
+    fields = re.match(r"(\d+) fields, expected 3", reason)
+    if not fields:
+        return ""
+    if int(fields[1]) < 3:
+        return "say what stands between the fields with --delimiter, or --format csv; "
+    return "say which three to take with --columns; "
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
@@ -69,7 +70,12 @@ def test_rejects_are_put_aside_with_their_bytes(folder):
     ("data", "message"),
     [
         (b"", "there are no triples in"),
-        (b"\n\n", "nothing but empty lines"),
+        (b"\n\n", "nothing but empty, comment and header lines"),
+        (
+            b"a,r,b\nb,r,a\n",
+            "(say what stands between the fields with --delimiter, or --format csv; mend them",
+        ),
+        (b"a\tr\tb\t1\n", "4 fields, expected 3 (say which three to take with --columns; mend them, or"),
         (b"\xff\xfea\x00", "is UTF-16"),
         (gzip.compress(GOOD * 1000)[:-20], "cannot read"),
     ],
@@ -92,6 +98,16 @@ def test_damaged_parquet(folder):
     assert "cannot read" in refuse(folder / "x.parquet")
 
 
+def test_parquet_columns_that_are_one(folder):
+    columns = [pa.array(["a"])] * 4
+    pq.write_table(pa.table(columns, ["source", "relation", "target", "source"]), folder / "twice.parquet")
+    assert "twice.parquet has several columns called source" in refuse(folder / "twice.parquet")
+    pq.write_table(pa.table(columns, ["s", "r", "t", "u"]), folder / "x.parquet")
+    assert "s and 1 are one column of" in refuse(folder / "x.parquet", "--columns", "s,1,t")
+    pq.write_table(pa.table(columns, ["s", "r", "t", "u"]).slice(0, 0), folder / "none.parquet")
+    assert "it is empty" in refuse(folder / "none.parquet", "--columns", "s,r,t")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -108,6 +124,12 @@ def test_damaged_parquet(folder):
         (("{}/good.tsv", "--columns", "a,b,c"), "a name needs --header"),
         (("{}/good.tsv", "--columns", "x,y,z", "--header"), "has the columns a, r, b"),
         (("{}/good.tsv", "--columns", "1,2"), "must name three columns"),
+        (("{}/good.tsv", "--columns", "a,1,b", "--header"), "--columns a,1,b: a and 1 are one column of"),
+        (("{}/good.tsv", "--columns", "1,01,3"), "1 and 01 are one column of"),
+        (
+            ("--train", "{}/good.tsv", "--valid-fraction", "0.1"),
+            "--valid-fraction 0.1 splits an input that has none",
+        ),
         (("{}/good.tsv", "--memory-limit", "1MB"), "--memory-limit must be at least 128MiB"),
         (("{}/good.tsv", "--memory-limit", "lots"), "is not a size"),
         (("{}/good.tsv", "--threads", "0"), "--threads must be from 1"),
