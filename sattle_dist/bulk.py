@@ -3,8 +3,8 @@
 DuckDB turns labels into ids before, and ids into labels after; it spills beside the output.
 
 In: TSV (no header) or Parquet with source, relation, target; the one that is asked for is `?`, empty or absent.
-Out: query (the row of the input, from 0), source, relation, target, asked ('target' or 'source'), place (from 1),
-entity_id of the answer, score, share, known_in (the split that holds the fact, or NULL).
+Out: query (its number in the input, from 0; an empty line is none), source, relation, target, asked ('target' or
+'source'), place (from 1), entity_id of the answer, score, share, known_in (the split that holds the fact, or NULL).
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def predict_file(
     if group.rank == 0:
         try:
             check_place(out)
+            if out.exists() and queries.exists() and out.samefile(queries):
+                raise ConfigError(f"{out} is the file of queries and would be lost; name another for the answers")
             scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent)
             report = read_queries(graph, queries, Path(scratch), skip_unknown=skip_unknown)
         except (UserError, OSError) as error:
@@ -121,7 +123,14 @@ def read_queries(graph: Graph, file: Path, scratch: Path, *, skip_unknown: bool)
     if not file.is_file():
         raise ConfigError(f"no file of queries at {file}")
     with database(scratch) as connection:
-        connection.execute(f"CREATE TABLE asked AS SELECT row_number() OVER () - 1 AS query, * FROM {read_sql(file)}")
+        try:
+            connection.execute(
+                f"CREATE TABLE asked AS SELECT row_number() OVER () - 1 AS query, * FROM {read_sql(file)}"
+            )
+        except duckdb.InvalidInputException as error:
+            if "utf-8" not in str(error).lower():
+                raise
+            raise ConfigError(f"{file} is not UTF-8; convert it first, such as with iconv -f LATIN1 -t UTF-8") from None
         check_form(connection, file)
         connection.execute(
             "CREATE TABLE found AS SELECT query, coalesce(source, target) AS label, relation, "
@@ -146,7 +155,8 @@ def read_queries(graph: Graph, file: Path, scratch: Path, *, skip_unknown: bool)
 
 def read_sql(file: Path) -> str:
     """Write the SQL that reads source, relation and target, NULL where a column is absent, empty or `?`."""
-    if file.suffix.lower() in (".parquet", ".pq"):
+    file_has_lines = file.suffix.lower() not in (".parquet", ".pq")
+    if not file_has_lines:
         try:
             columns = set(pq.read_schema(file).names)
         except (OSError, pa.ArrowException) as error:
@@ -159,7 +169,7 @@ def read_sql(file: Path) -> str:
     else:
         columns = {"source", "relation", "target"}
         name = parquet(file).removeprefix("read_parquet(").removesuffix(")")
-        kinds = "{'source': 'VARCHAR', 'relation': 'VARCHAR', 'target': 'VARCHAR'}"
+        kinds = "{'source': 'VARCHAR', 'relation': 'VARCHAR', 'target': 'VARCHAR', 'more': 'VARCHAR'}"
         # No sign but the tab and the line end means anything, as in sattle-ingest.
         table = f"read_csv({name}, columns = {kinds}, delim = '\t', quote = '', escape = '', header = false, "
         table += "auto_detect = false, null_padding = true, strict_mode = false)"
@@ -167,17 +177,20 @@ def read_sql(file: Path) -> str:
         f"nullif(nullif({name}::VARCHAR, '?'), '') AS {name}" if name in columns else f"NULL::VARCHAR AS {name}"
         for name in ("source", "relation", "target")
     ]
-    return f"(SELECT {', '.join(fields)} FROM {table})"
+    more = "more" if file_has_lines else "NULL"
+    return f"(SELECT {', '.join(fields)}, {more} AS more FROM {table})"
 
 
 def check_form(connection: duckdb.DuckDBPyConnection, file: Path) -> None:
     """Raise ConfigError with the first row that is no query."""
+    if rows := connection.execute("SELECT query FROM asked WHERE more IS NOT NULL ORDER BY query LIMIT 1").fetchall():
+        raise ConfigError(f"{file}, query {rows[0][0] + 1}: more than three fields; a line is source, relation, target")
     wrong = "relation IS NULL OR (source IS NULL) = (target IS NULL)"
     if rows := connection.execute(f"SELECT * FROM asked WHERE {wrong} ORDER BY query LIMIT 1").fetchall():
         query, *fields = rows[0]
         raise ConfigError(
-            f"{file}, row {query + 1}: a query needs a relation and either a source or a target, the other one `?` or "
-            f"empty; got source {fields[0]!r}, relation {fields[1]!r}, target {fields[2]!r}"
+            f"{file}, query {query + 1}: a query needs a relation and either a source or a target, the other one `?` "
+            f"or empty; got source {fields[0]!r}, relation {fields[1]!r}, target {fields[2]!r}"
         )
 
 
@@ -187,7 +200,7 @@ def describe_unknown(graph: Graph, file: Path, first: tuple[object, ...], skippe
     unknown, table = (str(label), "entities") if entity_id is None else (str(relation), "relations")
     assert isinstance(query, int)
     return (
-        f"{skipped:,} of {total:,} queries name what the graph does not hold, the first in row {query + 1} of {file}: "
+        f"{skipped:,} of {total:,} queries in {file} name what the graph does not hold, first query {query + 1}: "
         f"{Labels(graph).unknown(unknown, table)} Mend them, or leave them out with --skip-unknown"
     )
 

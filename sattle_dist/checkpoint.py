@@ -86,7 +86,10 @@ def find(run_dir: Path, which: str) -> Path:
     if which == "latest":
         return newest
     if which == "best":
-        return best(run_dir) or newest
+        try:
+            return best(run_dir) or newest
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{error}; {others(run_dir, newest)}") from None
     if (folder := run_dir / "checkpoints" / which) in (known := list_checkpoints(run_dir)):
         return folder
     raise CheckpointError(f"{run_dir} holds no checkpoint {which!r}; it holds {', '.join(c.name for c in known)}")

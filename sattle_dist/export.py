@@ -34,7 +34,7 @@ from safetensors.numpy import save
 from sattle_dist import __version__
 from sattle_dist import checkpoint as checkpoints
 from sattle_dist.config import Config, ConfigError, load_toml, to_toml
-from sattle_dist.graph import Graph, GraphError
+from sattle_dist.graph import Graph
 from sattle_dist.run import open_graph
 from sattle_dist.storage import read_checked
 from sattle_dist.stored import StoredTensors
@@ -42,6 +42,9 @@ from sattle_dist.stored import StoredTensors
 Floats = npt.NDArray[np.float32]
 OnRows = Callable[[int, int], None]  # told (entities just written, entities in all)
 BATCH_BYTES = 16 << 20
+FILES = {"model.safetensors", "vectors.npy", "bias.npy", "relations.npy"}
+"""All that an export may hold, in any format."""
+FILES |= {f"{table}.{ending}" for table in ("entities", "relations") for ending in ("parquet", "safetensors", "tsv")}
 ROWS, BIAS, RELATIONS = "table.rows", "table.bias", "model.relations"
 
 
@@ -61,7 +64,7 @@ class Trained:
     def batches(self, on_rows: OnRows) -> Iterator[tuple[int, pa.Array, Floats, Floats]]:
         """Yield (first entity_id, labels [n], vectors [n, dim], bias [n]) for one range of entities after the other."""
         start, size = 0, max(1, BATCH_BYTES // (4 * self.dim))
-        for labels in read_labels(self.graph, "entities", size):
+        for labels in self.graph.labels("entities", size):
             stop = start + len(labels)
             yield start, labels, self.tensors.rows(ROWS, start, stop), self.tensors.rows(BIAS, start, stop)
             on_rows(len(labels), self.graph.num_entities)
@@ -80,8 +83,8 @@ def export(
     """Write the vectors, relations and weights of a run into the folder `out`."""
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already; choose another --out, or replace it with --force")
-    if out.exists() and not (out / "model.safetensors").is_file():
-        raise ConfigError(f"{out} was not written by `sattle export` and would be lost; choose another --out")
+    if out.exists():
+        require_own(out)
     trained = find_trained(run_dir, which)
     partial, old = (out.absolute().with_name(f".{out.name}.{state}") for state in ("partial", "old"))
     try:
@@ -101,6 +104,14 @@ def export(
     return trained
 
 
+def require_own(out: Path) -> None:
+    """Raise ConfigError where a folder holds, or is, something else than an export."""
+    if not (out / "model.safetensors").is_file():
+        raise ConfigError(f"{out} was not written by `sattle export` and would be lost; choose another --out")
+    if foreign := sorted({path.name for path in out.iterdir()} - FILES):
+        raise ConfigError(f"{out} holds {foreign[0]}, which is no part of an export and would be lost; move it away")
+
+
 def find_trained(run_dir: Path, which: str) -> Trained:
     """Find a checkpoint of a run (`best` or another), every byte of it checked, and the graph with its labels."""
     checkpoint = checkpoints.find(run_dir, which)
@@ -115,17 +126,8 @@ def find_trained(run_dir: Path, which: str) -> Trained:
     return Trained(tensors=tensors, graph=graph, config=config, epoch=facts["epoch"])
 
 
-def read_labels(graph: Graph, table: str, batch_size: int) -> Iterator[pa.Array]:
-    """Yield the labels of `entities` or `relations` in the order of their ids, batch by batch."""
-    try:
-        for batch in pq.ParquetFile(graph.path / f"{table}.parquet").iter_batches(batch_size, columns=["label"]):
-            yield batch["label"].cast(pa.string())
-    except (OSError, pa.ArrowException, KeyError) as error:
-        raise GraphError(f"{graph.path}/{table}.parquet cannot be read ({error})") from None
-
-
 def relation_labels(trained: Trained) -> pa.Array:
-    batches = list(read_labels(trained.graph, "relations", 1 << 16))
+    batches = list(trained.graph.labels("relations"))
     return pa.concat_arrays(batches) if batches else pa.array([], pa.string())
 
 

@@ -31,6 +31,7 @@ from sattle_dist.selection import is_exhausted
 from sattle_dist.settled import Settled
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
 
+TEST_RESULTS = ("test.json", "test_positions.parquet")
 HEAD = "# The settings of this run, written by `sattle train`.\n"
 
 
@@ -49,6 +50,8 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
             raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
         if (run_dir / "manifest.json").exists():
             raise ConfigError(f"{run_dir} is a graph; choose another --out for the run")
+        if not checkpoints and not file.exists():
+            require_no_results(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_run_dir(run_dir)
         if file.exists() and not file.read_text(encoding="utf-8").startswith(HEAD):
@@ -63,11 +66,18 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
         with replacing(file) as draft:
             draft.write_text(HEAD + to_toml(settings), encoding="utf-8")
         if not (facts and has_ended(facts, config) and config.run.resume == "auto"):
-            for result in ("test.json", "test_positions.parquet"):  # of fewer epochs
+            for result in TEST_RESULTS:  # of fewer epochs
                 (run_dir / result).unlink(missing_ok=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run directory {run_dir} cannot be used: {error}") from None
     return lock
+
+
+def require_no_results(run_dir: Path) -> None:
+    """Raise ConfigError where a folder that no run has begun in holds a file that a run would replace."""
+    for name in ("metrics.jsonl", *TEST_RESULTS):
+        if (run_dir / name).exists():
+            raise ConfigError(f"{run_dir / name} was not written by a run and would be lost; choose another --out")
 
 
 def newest_readable(checkpoints: list[Path]) -> dict[str, Any] | None:
@@ -120,7 +130,7 @@ def graph_differences(facts: dict[str, Any], graph: Graph) -> str:
 
 def lock_run_dir(run_dir: Path) -> object:
     """Keep other runs out of the directory for as long as the returned object lives."""
-    lock = (run_dir / "lock").open("w")
+    lock = (run_dir / "lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,6 +196,8 @@ def read_run(run_dir: Path, group: Group, which: str) -> tuple[Path, dict[str, A
         facts = checkpoint.verify(folder, group)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{error}; {checkpoint.others(run_dir, folder)}") from None
+    if not (run_dir / "config.toml").is_file():
+        raise CheckpointError(f"{run_dir} has lost its config.toml; `sattle train --out {run_dir}` writes it again")
     try:
         # What was trained is what the checkpoint says; config.toml may have been edited since.
         config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(folder))

@@ -76,6 +76,8 @@ def evaluate(
         for option, path in (("--json", json_file), ("--positions", positions)):
             if path and str(path) != "-":
                 require_writable(path, option)
+        if json_file and positions and json_file.absolute() == positions.absolute():
+            raise UserError(f"--json and --positions are both {positions}; write them to two files")
     require_triples(run, rules["which"], split, nproc)
 
     def work(group: Group, device: torch.device) -> None:

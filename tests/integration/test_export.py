@@ -152,6 +152,11 @@ def test_an_export_is_replaced_only_on_demand(
     assert refused.exit_code == 2
     assert "was not written by `sattle export` and would be lost" in refused.stderr
     assert (tmp_path / "own" / "thesis.txt").exists()
+    (out / "tokenizer.json").write_text("{}")  # model.safetensors is a name that others use too
+    refused = export(run, "--out", out, "--force")
+    assert refused.exit_code == 2
+    assert "holds tokenizer.json, which is no part of an export and would be lost" in refused.stderr
+    assert (out / "tokenizer.json").exists()
     missing = export(tmp_path / "none")
     assert (missing.exit_code, "no run at" in missing.stderr) == (2, True)
 

@@ -140,7 +140,7 @@ def test_a_parquet_file_of_queries(families_run: Path, tmp_path: Path) -> None:
     request = ("--input", tmp_path / "q.parquet", "--out", tmp_path / "a.parquet", "--top", 1)
     refused = predict(families_run, *request)
     assert refused.exit_code == 2
-    assert "1 of 3 queries name what the graph does not hold, the first in row 3" in refused.stderr
+    assert "q.parquet name what the graph does not hold, first query 3" in refused.stderr
     assert "no entity is called 'nobody'" in refused.stderr
     assert not list(tmp_path.glob(".a*"))
     done = predict(families_run, *request, "--skip-unknown", "--new-only")
@@ -187,9 +187,11 @@ def test_vectors(run: Run) -> None:
         (["--input", "two.tsv", "--out", "none/a.parquet"], "the folder of none/a.parquet does not exist"),
         (
             ["--input", "both.tsv", "--out", "a.parquet"],
-            "both.tsv, row 2: a query needs a relation and either a source",
+            "both.tsv, query 2: a query needs a relation and either a source",
         ),
-        (["--input", "four.tsv", "--out", "a.parquet"], "four.tsv"),
+        (["--input", "four.tsv", "--out", "a.parquet"], "four.tsv, query 2: more than three fields"),
+        (["--input", "latin.tsv", "--out", "a.parquet"], "latin.tsv is not UTF-8; convert it first"),
+        (["--input", "two.tsv", "--out", "two.tsv"], "two.tsv is the file of queries and would be lost"),
         (["--input", "bad.parquet", "--out", "a.parquet"], "needs the columns relation and source or target, it has x"),
         (["--input", "text.parquet", "--out", "a.parquet"], "text.parquet cannot be read as Parquet"),
         (["--source", "a", "--relation", "b", "--top", "0"], "0 is not in the range"),
@@ -201,7 +203,8 @@ def test_one_clear_line(
     monkeypatch.chdir(tmp_path)
     Path("two.tsv").write_text("iris_baker\tmother_of\n")
     Path("both.tsv").write_text("iris_baker\tmother_of\t?\niris_baker\tmother_of\tolga_baker\n")
-    Path("four.tsv").write_text("a\tb\tc\td\n")
+    Path("four.tsv").write_text("\niris_baker\tmother_of\t?\n\na\tb\tc\td\n")
+    Path("latin.tsv").write_bytes(b"caf\xe9\tmother_of\t?\n")
     pq.write_table(pa.table({"x": [1]}), "bad.parquet")
     Path("text.parquet").write_text("text")
     done = predict(families_run, *arguments)
@@ -210,6 +213,7 @@ def test_one_clear_line(
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not Path("a.parquet").exists()
+    assert Path("two.tsv").read_text() == "iris_baker\tmother_of\n"
 
 
 def test_the_package_alone_is_light() -> None:
