@@ -13,8 +13,10 @@ from sattle_dist import checkpoint
 from sattle_dist.config import Config, ConfigError, load_toml
 from sattle_dist.graph import Graph
 from sattle_dist.labels import parquet
+from sattle_dist.run import newest_readable, open_graph
 
 POSITION_ENDS = (1, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000, 100_000, 1_000_000)
+RECORDED = {"epoch", "loss", "learning_rate", "queries_per_second", "seconds"}  # of every epoch, in metrics.jsonl
 POSITIONS = "test_positions.parquet"
 
 
@@ -42,7 +44,8 @@ class Findings:
 
 def read_findings(run_dir: Path) -> Findings:
     """Read what is there of a run; whatever the training has not written yet is empty."""
-    checkpoint.latest(run_dir)  # says in one line what is wrong with a folder that is no run
+    if not (run_dir / "config.toml").is_file():
+        checkpoint.latest(run_dir)  # says in one line what is wrong with a folder that is no run
     try:
         config_text = (run_dir / "config.toml").read_text(encoding="utf-8")
         epochs = read_lines(run_dir / "metrics.jsonl")
@@ -52,7 +55,8 @@ def read_findings(run_dir: Path) -> Findings:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the results in {run_dir} cannot be read: {error}") from None
     config = load_toml(run_dir / "config.toml", Config())
-    graph = Graph.open(Path(config.run.graph))
+    facts = newest_readable(checkpoint.list_checkpoints(run_dir))
+    graph = open_graph(run_dir, config, facts) if facts else Graph.open(Path(config.run.graph))
     by_position, by_degree = summarise(run_dir / POSITIONS, graph) if (run_dir / POSITIONS).is_file() else ([], [])
     return Findings(
         run_dir=run_dir,
@@ -72,7 +76,10 @@ def read_text(file: Path) -> str:
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines; a last line that is being written is left out."""
-    return [json.loads(line) for line in read_text(file).splitlines(keepends=True) if line.endswith("\n")]
+    lines = [json.loads(line) for line in read_text(file).splitlines(keepends=True) if line.endswith("\n")]
+    if not all(isinstance(line, dict) and line.keys() >= RECORDED for line in lines):
+        raise ValueError(f"{file.name} has a line that is no epoch's record")
+    return lines
 
 
 def summarise(positions: Path, graph: Graph) -> tuple[list[Bin], list[Bin]]:

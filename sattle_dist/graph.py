@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sattle_dist.config import UserError
@@ -90,7 +92,7 @@ class Graph:
         """Read the manifest of the graph at `path`; raise GraphError with the reason where that is no graph."""
         manifest = read_manifest(path)
         try:
-            return cls(
+            graph = cls(
                 path=path,
                 name=str(manifest["name"]),
                 checksum=str(manifest["checksum"]),
@@ -100,6 +102,21 @@ class Graph:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"{path}/manifest.json is damaged ({error!r}); ingest the graph again") from None
+        for table, count in (("entities", graph.num_entities), ("relations", graph.num_relations)):
+            graph._require_rows(table, count)
+        return graph
+
+    def _require_rows(self, table: str, count: int) -> None:
+        """Raise GraphError where there are more or fewer labels than the manifest says."""
+        file = self.path / f"{table}.parquet"
+        try:
+            found = pq.read_metadata(file).num_rows
+        except (OSError, pa.ArrowException) as error:
+            raise GraphError(f"{file} cannot be read ({error}); ingest the graph again") from None
+        if found != count:
+            raise GraphError(
+                f"{self.path} is damaged: {file.name} has {found:,} rows, its manifest says {count:,}; ingest it again"
+            )
 
     def index(self, split: str) -> QueryIndex:
         """Map the grouped index of a split; nothing is read before it is touched."""
@@ -109,21 +126,27 @@ class Graph:
                 np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
                 for name in ("queries", "offsets", "targets")
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise GraphError(f"{folder} cannot be read ({error}); ingest the graph again") from None
-        if len(offsets) != len(queries) + 1 or len(targets) != 2 * self.num_triples[split]:
+        ends = (0, len(targets)) if len(queries) else (0, 0)
+        fitting = len(offsets) == len(queries) + 1 and (offsets[0], offsets[-1]) == ends
+        if not fitting or len(targets) != 2 * self.num_triples[split]:
             raise GraphError(f"{folder} does not fit its manifest; ingest the graph again")
         # A zero-length file cannot be mapped; numpy then gives a plain empty array, which serves as well.
         return QueryIndex(queries=queries, offsets=offsets, targets=targets, num_relations_both=2 * self.num_relations)
 
+    def labels(self, table: str, batch_size: int = 1 << 16) -> Iterator[pa.Array]:
+        """Yield the labels of `entities` or `relations` in the order of their ids, batch by batch."""
+        file = self.path / f"{table}.parquet"
+        try:
+            for batch in pq.ParquetFile(file).iter_batches(batch_size, columns=["label"]):
+                yield batch["label"].cast(pa.string())
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise GraphError(f"{file} cannot be read ({error}); ingest the graph again") from None
+
     def relation_labels(self) -> list[str]:
         """Read all relation labels, in the order of their ids."""
-        file = self.path / "relations.parquet"
-        try:
-            labels: list[str] = pq.read_table(file, columns=["label"])["label"].to_pylist()
-        except (OSError, ValueError, KeyError) as error:
-            raise GraphError(f"{file} cannot be read ({error})") from None
-        return labels
+        return [label for batch in self.labels("relations") for label in batch.to_pylist()]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

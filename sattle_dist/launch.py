@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from sattle_dist.progress import show
 from sattle_dist.runtime import (
     EXIT_DIVERGED,
     EXIT_LOST_PEER,
@@ -80,16 +81,16 @@ def run_workers(
             if not failures:
                 return 0
             if shepherd.stopped_by:
-                say(f"\nstopped by {shepherd.stopped_by.name}; all processes have ended{hint}")
+                show(f"\nstopped by {shepherd.stopped_by.name}; all processes have ended{hint}", err=True)
                 return 128 + shepherd.stopped_by
             code, message = explain(failures, whereabouts)
             if code != EXIT_FAILED or attempt == restarts.most:
                 if message:
-                    say(f"error: {message}{hint}")
+                    show(f"error: {message}{hint}", err=True)
                 return code
             cause = f"error: {message}; " if message else ""
             again = f"restart {attempt + 1} of {restarts.most}: all {nproc} processes begin again"
-            say(f"{cause}{again} {restarts.where()}")
+            show(f"{cause}{again} {restarts.where()}", err=True)
     raise AssertionError("unreachable")
 
 
@@ -200,10 +201,6 @@ def explain(failures: Mapping[int, ProcessFailure], whereabouts: Whereabouts) ->
     if cause.exitcode == EXIT_LOST_PEER:
         return EXIT_FAILED, f"the process of rank {rank} lost the others {whereabouts.describe(cause.local_rank)}"
     return EXIT_FAILED, ""
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

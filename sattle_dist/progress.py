@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -9,12 +10,18 @@ TERMINAL_SECONDS = 0.2
 LOG_SECONDS = 30.0
 
 
+def show(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """Print, and go on where that fails: a training is worth more than the pipe or the disk that its log goes to."""
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=sys.stderr if err else sys.stdout, flush=True)
+
+
 class Progress:
     """Shows how far a run is; silent on ranks other than 0."""
 
     def __init__(self, *, total_queries: int, done_queries: int, shown: bool, unit: str = "queries") -> None:
         self.total, self.done, self.shown, self.unit = total_queries, done_queries, shown, unit
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr is not None and sys.stderr.isatty()
         self.started = self.last_shown = time.monotonic()
         self.done_at_start = done_queries
 
@@ -37,20 +44,20 @@ class Progress:
         if self.live:
             filled = round(20 * share)
             bar = "#" * filled + "-" * (20 - filled)
-            print(f"\r\x1b[K[{bar}] {share:4.0%}  {text}", end="", file=sys.stderr, flush=True)
+            show(f"\r\x1b[K[{bar}] {share:4.0%}  {text}", err=True, end="")
         else:
-            print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True)
+            show(f"{share:4.0%}  {text}", err=True)
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
         self.clear()
         if self.shown:
-            print(text, flush=True)
+            show(text)
 
     def clear(self) -> None:
         """Take the live line away."""
         if self.shown and self.live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            show("\r\x1b[K", err=True, end="")
 
 
 def format_seconds(seconds: float) -> str:

@@ -137,8 +137,8 @@ def write_json(path: Path, result: Result) -> None:
 def write_positions(path: Path, positions: Positions, graph: Graph) -> None:
     """Write every pair's triple, direction, position and number of candidates as Parquet, some at a time."""
     ids = np.union1d(positions.source, positions.target)
-    entities = read_labels(graph.path / "entities.parquet", ids)
-    relations = read_labels(graph.path / "relations.parquet", np.arange(graph.num_relations))
+    entities = labels_of(graph, "entities", ids)
+    relations = labels_of(graph, "relations", np.arange(graph.num_relations))
     with replacing(path) as draft, pq.ParquetWriter(draft, _POSITIONS, compression="zstd") as writer:
         for part in pieces(len(positions)):
             some = Positions(**{name: column[part] for name, column in vars(positions).items()})
@@ -154,13 +154,13 @@ def write_positions(path: Path, positions: Positions, graph: Graph) -> None:
             writer.write_table(pa.table(columns, schema=_POSITIONS))
 
 
-def read_labels(file: Path, ids: Int64s) -> pa.Array:
+def labels_of(graph: Graph, table: str, ids: Int64s) -> pa.Array:
     """Read the labels of these ids, which are sorted; of the others, only some are in memory at a time."""
     found, first = [pa.array([], pa.large_string())], 0  # large: all together may be more than 2 GiB
-    for batch in pq.ParquetFile(file).iter_batches(columns=["label"]):
-        start, stop = np.searchsorted(ids, (first, first + len(batch)))
-        found.append(batch["label"].cast(pa.large_string()).take(ids[start:stop] - first))
-        first += len(batch)
+    for labels in graph.labels(table):
+        start, stop = np.searchsorted(ids, (first, first + len(labels)))
+        found.append(labels.cast(pa.large_string()).take(ids[start:stop] - first))
+        first += len(labels)
     return pa.concat_arrays(found)
 
 

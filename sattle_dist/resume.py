@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from sattle_dist.checkpoint import find, list_checkpoints, remove_leftovers, set_aside
 from sattle_dist.collectives import Group
+from sattle_dist.progress import show
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, verify
 
 Facts = dict[str, Any]
@@ -50,7 +50,7 @@ def newest_whole(folders: list[Path], group: Group) -> tuple[Path, Facts] | None
         except DamagedCheckpoint as error:
             damage = damage or str(error)
             if group.rank == 0:
-                print(f"warning: {error}; it is set aside, and the checkpoint before it is tried", file=sys.stderr)
+                show(f"warning: {error}; it is set aside, and the checkpoint before it is tried", err=True)
             continue
         return folder, facts
     if damage:

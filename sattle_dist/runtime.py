@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -145,12 +145,21 @@ def end_process(code: int) -> NoReturn:
     Taking a gloo group apart can wait forever in a worker: its thread wants the interpreter lock to free a tensor while
     the interpreter, holding the lock, waits for the thread. Everything is on disk by now, so nothing is taken apart.
     """
-    with contextlib.suppress(OSError):  # nobody may be reading any more
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever started this
+            let_go(stream)
     if Place.from_environment().world_size > 1:
         os._exit(code)
     sys.exit(code)
+
+
+def let_go(stream: TextIO) -> None:
+    """Write out what a stream holds; where that cannot be, drop it, so that the end of Python does not try again."""
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # tests have streams that are no files
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def require_same_everywhere(config: Config, graph_checksum: str, group: Group) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from sattle_dist.files import replacing
 from sattle_dist.graph import Graph
 from sattle_dist.learner import Learner
 from sattle_dist.metrics import metrics
-from sattle_dist.progress import Progress
+from sattle_dist.progress import Progress, show
 from sattle_dist.results import Result, report_test
 from sattle_dist.run import open_teachers
 from sattle_dist.runtime import EXIT_DIVERGED
@@ -254,7 +253,7 @@ class Trainer:
 
     def _warn(self, problem: str) -> None:
         if problem and self.group.rank == 0:
-            print(f"warning: {problem}; training goes on, {self._last_checkpoint()}", file=sys.stderr, flush=True)
+            show(f"warning: {problem}; training goes on, {self._last_checkpoint()}", err=True)
 
     def _evaluate(self, split: str) -> dict[str, float]:
         self.on_step(self.epoch, EVALUATING)

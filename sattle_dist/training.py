@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import click
 import torch
 
 from sattle_dist import grow, teacher
@@ -20,6 +18,7 @@ from sattle_dist.graph import Graph
 from sattle_dist.jobs import Steps, number_of_processes, work_as_one
 from sattle_dist.launch import Restarts, run_workers
 from sattle_dist.memory import require_fits
+from sattle_dist.progress import show
 from sattle_dist.results import Result
 from sattle_dist.run import default_run_dir, prepare_run_dir
 from sattle_dist.runtime import Place, Whereabouts, choose_device, ending_on_signals, require_same_everywhere
@@ -92,7 +91,7 @@ def work(config: Config, graph: Graph) -> int:
         except Interrupted as stop:
             interrupted.append(stop)
             if group.rank == 0:
-                print(f"\n{stop}", file=sys.stderr, flush=True)
+                show(f"\n{stop}", err=True)
             return
         test = trainer.test()  # all is saved by now, so a signal may end the evaluation at once
         if group.rank == 0:
@@ -140,7 +139,7 @@ def train_teachers(config: Config, graph: Graph, group: Group, device: torch.dev
     for its_config in teachers:
         place = Path(its_config.run.out)
         if group.rank == 0:
-            click.echo(f"first {within}{place.name}:")
+            show(f"first {within}{place.name}:")
         try:
             train_run(its_config, graph, group, device, steps, f"{within}{place.name}/")
         except Interrupted:
@@ -189,25 +188,25 @@ def agree_on_run_dir(config: Config, graph: Graph, group: Group) -> tuple[Config
 def describe(trainer: Trainer) -> None:
     """Say what is about to be trained."""
     graph, config, group = trainer.graph, trainer.config, trainer.group
-    click.echo(
+    show(
         f"{graph.name}: {graph.num_entities:,} entities, {graph.num_relations:,} relations, "
         f"{graph.num_triples['train']:,} training triples in {len(trainer.batches.index):,} queries"
     )
-    click.echo(
+    show(
         f"{config.model.decoder}, d={config.model.dim}, {config.model.num_heads} heads, {config.train.loss} loss; "
         f"{group.world_size} process{'es' if group.world_size > 1 else ''} on {trainer.learner.device.type}; "
         f"run directory {config.run.out}"
     )
     if trainer.resumed_from:
         steps = f" and {trainer.step} steps" if trainer.step else ""
-        click.echo(
+        show(
             f"resuming after epoch {trainer.epoch} of {config.train.epochs}{steps}, from {trainer.resumed_from}"
             + (f" (restart {restarted()})" if restarted() else "")
         )
     if taught := trainer.lineage.get("teacher"):
-        click.echo(f"learning from {taught['checkpoint']} of {taught['run']} besides")
+        show(f"learning from {taught['checkpoint']} of {taught['run']} besides")
     if grown := trainer.lineage.get("grown_from"):
-        click.echo(
+        show(
             f"begun from {grown['checkpoint']} of {grown['run']}, with its {grown['num_entities']:,} entities and "
             f"{grown['num_relations']:,} relations"
         )
@@ -216,10 +215,10 @@ def describe(trainer: Trainer) -> None:
 def summarise(test: Result, config: Config) -> None:
     """Print the table of test metrics."""
     if not test["metrics"].get("count"):
-        click.echo(f"\nthe graph has no test triples to evaluate\n\nrun directory: {config.run.out}")
+        show(f"\nthe graph has no test triples to evaluate\n\nrun directory: {config.run.out}")
         return
-    click.echo(f"\ntest, filtered, both directions, ties {config.eval.ties}")
+    show(f"\ntest, filtered, both directions, ties {config.eval.ties}")
     for name, value in test["metrics"].items():
         label = name.upper() if name in ("mrr", "amri") else name.replace("mean_position", "mean pos").capitalize()
-        click.echo(f"  {label:8s} {value:,}" if name == "count" else f"  {label:8s} {value:.4f}")
-    click.echo(f"\nrun directory: {config.run.out}")
+        show(f"  {label:8s} {value:,}" if name == "count" else f"  {label:8s} {value:.4f}")
+    show(f"\nrun directory: {config.run.out}")

@@ -14,13 +14,13 @@ import click
 from ingest.errors import IngestError
 from sattle_dist.config import StoppedError, UserError
 
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
 EXIT_INTERRUPTED = 130
 OTHERS_WAIT = 3.0  # seconds
 
 
 def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn what a user can cause into one line and exit code 2, and Ctrl-C into 130."""
+    """Turn what a user can cause into one line and exit code 2, a failing disk into 1, and Ctrl-C into 130."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -37,6 +37,10 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             fail(str(error), error.exit_code)
         except KeyboardInterrupt:
             fail("interrupted", EXIT_INTERRUPTED)
+        except BrokenPipeError:  # click ends in silence
+            raise
+        except OSError as error:
+            fail(str(error), EXIT_FAILED)
 
     return wrapped
 

@@ -32,6 +32,7 @@ def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, t
     Training curves, validation MRR, metrics by relation and direction, positions, degrees, times, sample predictions,
     config and protocol. The page needs no network and no scripts. It can be made while the run still trains.
     """
+    from sattle_dist.checkpoint import list_checkpoints
     from sattle_dist.config import ConfigError
     from sattle_dist.files import replacing
     from sattle_dist.findings import read_findings
@@ -56,7 +57,7 @@ def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, t
         if group.rank == 0:
             write(found)
 
-    if samples == 0:
+    if samples == 0 or not list_checkpoints(run):
         write([])
     else:
         end_process(run_job(given_arguments(), nproc, device, work, threads=threads, timeout=timeout))

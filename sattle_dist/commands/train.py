@@ -14,7 +14,7 @@ from ingest.families import ensure_family_graph
 from ingest.progress import StageDisplay
 from sattle_dist.commands.errors import one_line_errors
 from sattle_dist.commands.options import setting_option
-from sattle_dist.config import Config, load_recipe, load_toml, recipe_names, settings
+from sattle_dist.config import Config, ConfigError, load_recipe, load_toml, recipe_names, settings
 
 
 def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +68,8 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     from sattle_dist.runtime import Whereabouts, end_process
 
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("graph") and given.get("dataset"):
+        raise ConfigError(f"give either --graph or --dataset, not both (got {given['graph']} and {given['dataset']})")
     config = resolve_config(recipe, file, given)
     if not config.run.graph and not config.run.dataset:
         config = resolve_config(recipe or "families", file, given)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from sattle_dist.cli import main
 from sattle_dist.config import Config, load_toml
-from sattle_dist.graph import Graph
+from sattle_dist.graph import Graph, GraphError
 from sattle_dist.run import HEAD, lock_run_dir
 from tests.graphs import random_splits, write_graph
 
@@ -244,6 +244,37 @@ def test_a_run_directory_in_use_is_left_as_it_is(tiny: Path) -> None:
         assert "another process is training in" in done.stderr
         assert (run / "config.toml").read_text() == HEAD + "[train]\nseed = 5\n"
         assert (run / "metrics.jsonl").exists()
+
+
+def test_files_of_another_hand_are_not_replaced(tiny: Path) -> None:
+    for name in ("metrics.jsonl", "test.json", "test_positions.parquet"):
+        folder = tiny / f"own-{name}"
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        done = sattle("train", "--graph", "g", "--out", folder, *TINY, cwd=tiny)
+        assert done.returncode == 2
+        assert f"{folder / name} was not written by a run and would be lost; choose another --out" in done.stderr
+        assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
+
+
+def test_a_graph_and_a_dataset_are_refused(tiny: Path) -> None:
+    done = sattle("train", "--graph", "g", "--dataset", "FB15k-237", *TINY, cwd=tiny)
+    assert done.returncode == 2
+    assert "give either --graph or --dataset, not both (got g and FB15k-237)" in done.stderr
+
+
+def test_counts_that_are_not_the_graphs_are_refused(tmp_path: Path) -> None:
+    splits = random_splits(0, num_entities=9, num_relations=2, num_triples=30)
+    graph = write_graph(tmp_path / "g", splits, num_entities=9, num_relations=2)
+    manifest = json.loads((graph / "manifest.json").read_text())
+    for name, table in (("num_entities", "entities"), ("num_relations", "relations")):
+        (graph / "manifest.json").write_text(json.dumps({**manifest, name: 50}))
+        with pytest.raises(GraphError, match=rf"{table}.parquet has {manifest[name]} rows, its manifest says 50"):
+            Graph.open(graph)
+    (graph / "manifest.json").write_text(json.dumps(manifest))
+    (graph / "index" / "split=train" / "offsets.npy").write_bytes(b"")
+    with pytest.raises(GraphError, match="cannot be read"):
+        Graph.open(graph).index("train")
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(

@@ -16,9 +16,11 @@ from click.testing import CliRunner
 
 from sattle_dist import charts
 from sattle_dist.cli import main
+from sattle_dist.config import Config, load_toml, to_toml
 from sattle_dist.findings import POSITIONS, read_findings
 from sattle_dist.predict import Prediction
 from sattle_dist.report import render
+from tests.graphs import random_splits, write_graph
 
 VOID = {"meta", "line", "circle", "rect", "polyline"}
 
@@ -136,10 +138,27 @@ def test_a_run_that_still_trains_has_a_page(families_run: Path, tmp_path: Path) 
     text = " ".join(Page((run / "report.html").read_text()).words)
     assert "The test split has not been evaluated yet." in text
     assert "2 epochs" in text
+    shutil.rmtree(run / "checkpoints")  # the first epochs, before anything is saved
+    early = CliRunner().invoke(main, ["report", str(run)])
+    assert early.exit_code == 0, early.output
+    (run / "metrics.jsonl").write_text("{}\n")
+    odd = CliRunner().invoke(main, ["report", str(run)])
+    assert (odd.exit_code, "metrics.jsonl has a line that is no epoch's record" in odd.stderr) == (2, True)
     (run / "test.json").write_text("[")
     broken = CliRunner().invoke(main, ["report", str(run), "--samples", "0"])
     assert (broken.exit_code, broken.stderr.count("\n")) == (2, 1)
     assert "cannot be read" in broken.stderr
+
+
+def test_another_graph_in_its_place_is_refused(families_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(families_run / "run", run, symlinks=True)
+    splits = random_splits(0, num_entities=9, num_relations=2, num_triples=30)
+    other = write_graph(tmp_path / "other", splits, num_entities=9, num_relations=2)
+    config = load_toml(run / "config.toml", Config()).override({"graph": str(other)}, "test")
+    (run / "config.toml").write_text(to_toml(config))
+    done = CliRunner().invoke(main, ["report", str(run), "--samples", "0"])
+    assert (done.exit_code, "has changed since" in done.stderr) == (2, True)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

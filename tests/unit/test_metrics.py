@@ -14,7 +14,7 @@ from sattle_dist.evaluator import Positions
 from sattle_dist.files import require_writable
 from sattle_dist.graph import Graph
 from sattle_dist.metrics import bootstrap, metrics
-from sattle_dist.results import make_protocol, make_result, pairs_of_triples, read_labels, write_positions
+from sattle_dist.results import labels_of, make_protocol, make_result, pairs_of_triples, write_positions
 from sattle_dist.strata import CARDINALITIES, cardinalities, count_cardinalities, seen_in_training
 from tests.graphs import write_graph
 
@@ -116,11 +116,11 @@ def test_positions_file_has_triples_in_their_own_direction(graph: Graph, tmp_pat
     assert [path.name for path in tmp_path.iterdir() if "p.parquet" in path.name] == ["p.parquet"]  # no draft is left
 
 
-def test_labels_are_read_by_id_over_groups_of_rows(tmp_path: Path) -> None:
+def test_labels_are_read_by_id_over_groups_of_rows(graph: Graph) -> None:
     labels = [f"label {i}" for i in range(10)]
-    pq.write_table(pa.table({"label": labels}), tmp_path / "labels.parquet", row_group_size=3)
+    pq.write_table(pa.table({"label": labels}), graph.path / "entities.parquet", row_group_size=3)
     for ids in ([0, 2, 3, 9], [5], [], list(range(10))):
-        found = read_labels(tmp_path / "labels.parquet", np.array(ids, np.int64))
+        found = labels_of(graph, "entities", np.array(ids, np.int64))
         assert found.type == pa.large_string()  # the labels of a huge graph are more than a string array holds
         assert found.to_pylist() == [labels[i] for i in ids]
 
