@@ -39,7 +39,7 @@ DROPOUTS = {"dr_enc": 0.4, "dr_mha": 0.3, "dr_pff": 0.2, "dr_sdp": 0.1}
 BATCH_SIZE = 2048
 LEARNING_RATE, DECAY, DECAY_EVERY = 0.001, 0.995, 2
 SMOOTHING = 0.1
-EVALUATE_EVERY = 5
+EVALUATE_EVERY = 10
 SLICE = 512
 """Rows of scores that are in memory at once."""
 TOLERANCE = 1e-9
