@@ -1,6 +1,6 @@
 """`sattle`, but with the authors' batches: triples in the order of the file and their inverses, the same every epoch.
 
-python -m benchmarks.file_order train --recipe fb15k237-twomult-100 --batch-size 2048 --epochs 20 --out runs/order
+python -m benchmarks.file_order train --recipe fb15k237-twomult-100 --batch-size 2048 --epochs 60 --out runs/order
 
 A batch of 2,048 has 1,024 triples as they follow one another in train.txt, and the inverses of the same. The graph must
 be FB15k-237, whose files are looked for as `sattle-ingest --dataset` looks for them. See `benchmarks.triples`.
