@@ -214,6 +214,7 @@ class Trainer:
             **self.lineage,
             "config": {section: dataclasses.asdict(getattr(self.config, section)) for section in ("model", "train")},
             "num_processes": self.group.world_size,
+            "precision": self.config.run.precision,
             "history": list(self.history),
         }
         self._warn(self.saver.start(facts))
@@ -226,6 +227,13 @@ class Trainer:
         if "grown_from" in facts:
             self.lineage["grown_from"] = facts["grown_from"]
         self.resumed_from = folder.name
+        before, now = facts.get("precision"), self.config.run.precision
+        if before and before != now and self.group.rank == 0:
+            show(
+                f"warning: this run has multiplied in {before} so far and goes on in {now}: "
+                "its numbers will be those of neither",
+                err=True,
+            )
         self._write_metrics()
 
     def _take_best(self) -> tuple[str, int]:

@@ -338,6 +338,23 @@ def open_latest(group: Group, path: Path, run_dir: Path) -> None:
     open_run(run_dir, group, CPU, which="latest")
 
 
+def warned_on_resuming(group: Group, path: Path, run_dir: Path) -> list[str]:
+    """Train in float32; give what is said when the run is taken up in float32, and in bfloat16."""
+    train(group, path, run_dir, 1)
+    said = []
+    for precision in ("float32", "bf16"):
+        with contextlib.redirect_stderr(io.StringIO()) as stream:
+            make_trainer(group, path, run_dir, config_for(2, precision=precision))
+        said.append(stream.getvalue())
+    return said
+
+
+def test_a_run_that_goes_on_in_another_precision_says_so(path: Path, tmp_path: Path) -> None:
+    (same, other), (_, from_another_rank) = run_processes(2, warned_on_resuming, path, tmp_path / "run")
+    assert same == from_another_rank == ""
+    assert "has multiplied in float32 so far and goes on in bf16" in other
+
+
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered_or_taken(path: Path, tmp_path: Path) -> None:
     whole = run_processes(2, train, path, tmp_path / "whole")
     for a, b in zip(whole, run_processes(2, resume_damaged, path, tmp_path / "run"), strict=True):
