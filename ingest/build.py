@@ -62,7 +62,10 @@ def ingest_triples(
         {split: [str(path) for path in paths] for split, paths in given.items()},
         options.format,
     )
+    options.require_effect({source.format for source in sources})
     if all(source.split for source in sources):
+        if options.seed:
+            raise IngestError(f"--seed {options.seed} chooses a split; these files have theirs")
         for name in ("valid_fraction", "test_fraction"):
             if share := getattr(options, name):
                 flag = f"--{name.replace('_', '-')}"
@@ -95,7 +98,7 @@ def default_out(inputs: Sequence[str], train: Sequence[str]) -> Path:
     name = path.resolve().name if path.is_dir() else bare_name(first)
     if train and not inputs:
         name = Path(first).resolve().parent.name or name
-    if len(inputs) > 1 or "*" in name or "?" in name:
+    if len(inputs) > 1 or set(name) & set("*?["):
         name = "triples"
     return Path(f"{name}.graph")
 

@@ -95,6 +95,24 @@ class IngestOptions:
             raise IngestError(f"--memory-limit must be at least {MIN_MEMORY >> 20}MiB, got {self.memory_limit} bytes")
         check_fractions(self.valid_fraction, self.test_fraction)
 
+    def require_effect(self, formats: set[str]) -> None:
+        """Raise IngestError for the first option that no input of these formats has a use for."""
+        fields = {"tsv", "csv"}
+        used_by = {
+            "header": fields,
+            "delimiter": fields,
+            "comment": fields,
+            "strip": fields,
+            "columns": fields | {"parquet"},
+            "max_line_bytes": fields | {"nt"},
+        }
+        for name, users in used_by.items():
+            if getattr(self, name) != getattr(IngestOptions, name) and not formats & users:
+                flag = f"--{name.replace('_', '-')}"
+                raise IngestError(
+                    f"{flag} would have no effect on {' and '.join(sorted(formats))} input; leave it away"
+                )
+
     def fractions(self) -> tuple[float, float]:
         """Give the shares of valid and test, defaults filled in."""
         valid, test = self.valid_fraction, self.test_fraction

@@ -130,6 +130,10 @@ def test_parquet_columns_that_are_one(folder):
             ("--train", "{}/good.tsv", "--valid-fraction", "0.1"),
             "--valid-fraction 0.1 splits an input that has none",
         ),
+        (("--train", "{}/good.tsv", "--seed", "9"), "--seed 9 chooses a split; these files have theirs"),
+        (("{}/good.nt", "--header"), "--header would have no effect on nt input; leave it away"),
+        (("{}/good.nt", "{}/good.parquet", "--comment", "%"), "--comment would have no effect on nt and parquet input"),
+        (("{}/good.parquet", "--max-line-bytes", "99"), "--max-line-bytes would have no effect on parquet input"),
         (("{}/good.tsv", "--memory-limit", "1MB"), "--memory-limit must be at least 128MiB"),
         (("{}/good.tsv", "--memory-limit", "lots"), "is not a size"),
         (("{}/good.tsv", "--threads", "0"), "--threads must be from 1"),
@@ -141,6 +145,8 @@ def test_parquet_columns_that_are_one(folder):
     ],
 )
 def test_impossible_requests(arguments, message, folder):
+    for name in ("good.nt", "good.parquet"):  # options are checked before anything is read
+        (folder / name).touch()
     assert message in refuse(*(argument.format(folder) for argument in arguments))
 
 
