@@ -228,8 +228,14 @@ def score_bytes(work: Workload) -> int:
     """Count the score buffer: all scores of the shard where softmax keeps them, else one block of rows."""
     row = work.num_scored * FLOAT
     if work.config.train.loss in SOFTMAXES and work.keeps_scores:
-        return work.num_scorers * work.num_rows * row
-    return work.num_scorers * block_rows(work) * row
+        return work.num_scorers * work.num_rows * row + rounded_bytes(work)
+    return work.num_scorers * block_rows(work) * row + rounded_bytes(work)
+
+
+def rounded_bytes(work: Workload) -> int:
+    """Count a block's scores and rows once more, rounded to bfloat16; on a CPU its blocks are small."""
+    rounds = work.cuda and work.config.run.precision == "bf16"
+    return 2 * block_rows(work) * (work.num_scored + work.dim) if rounds else 0
 
 
 def block_rows(work: Workload) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sattle_dist.collectives import Group
-from sattle_dist.config import ConfigError, RunConfig, StoppedError, UserError
+from sattle_dist.config import Config, ConfigError, RunConfig, StoppedError, UserError
 from sattle_dist.launch import EXIT_FAILED, run_workers
 from sattle_dist.runtime import (
     EXIT_LOST_PEER,
@@ -29,6 +29,14 @@ from sattle_dist.runtime import (
     under_launcher,
 )
 
+LOST_PEER = (
+    "Connection refused",
+    "Connection reset",
+    "Connection closed",
+    "Broken pipe",
+    "ncclRemoteError",
+    "remote process exited",
+)
 Work = Callable[[Group, torch.device], None]
 
 
@@ -47,6 +55,8 @@ def run_job(
             end_process(run_job(given_arguments(), nproc, device, work, threads=threads, timeout=timeout))
     """
     name = arguments[0]
+    asked = {"nproc": nproc, "device": device, "threads": threads, "timeout": timeout}
+    run = Config().override(asked, "command line").run  # within their bounds
     with ending_on_signals():
         place = Place.from_environment()
         nproc = number_of_processes(nproc, device, place)
@@ -54,7 +64,6 @@ def run_job(
         at_first = f"during `sattle {name}`"
         if place.world_size == 1 and nproc > 1:
             return run_workers(arguments, nproc, at_first=at_first)
-        run = RunConfig(device=device, threads=threads, timeout=timeout)
         return work_as_one(run, work, Steps(at_first), "share the table among more processes (--nproc)")
 
 
@@ -67,7 +76,8 @@ def number_of_processes(wanted: int, device: str, place: Place) -> int:
                 f"machine; leave --nproc away, or start with `torchrun --nproc-per-node {wanted}`"
             )
         return place.local_world_size
-    num_gpus = torch.cuda.device_count() if device != "cpu" else 0
+    # A driver that is too old for torch still counts its GPUs.
+    num_gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     return wanted or max(1, num_gpus)
 
 
@@ -110,7 +120,10 @@ def work_as_one(run: RunConfig, work: Work, steps: Steps, more_memory: str) -> i
 
 def lack_of_resources(error: Exception, more_memory: str) -> str:
     """Give the reason in words where the machine has run out of something: memory, disk, a reader of the output."""
-    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in str(error)
+        for words in ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # CPU, CUDA, cuBLAS
+    )
     if out_of_memory:
         return f"out of memory; {more_memory}"
     return str(error) if isinstance(error, OSError) else ""
@@ -119,20 +132,25 @@ def lack_of_resources(error: Exception, more_memory: str) -> str:
 def explain(error: Exception, steps: Steps, timeout: float) -> int:
     """Say what stopped this one of several processes; return its exit code.
 
-    A peer that died or hung shows up as a failed exchange; anything else is a defect, and shows its traceback. It ends
-    here in any case, because a worker must not take its process group apart (see end_process).
+    A peer that died or hung shows up as a failed exchange; what NCCL says of its set-up is for the user to read; the
+    rest are defects, and show their traceback. It ends here in any case, because a worker must not take its process
+    group apart (see end_process).
     """
     rank, text = Place.from_environment().rank, str(error)
-    lost = any(word in text for word in ("Connection refused", "Connection reset", "Connection closed", "Broken pipe"))
+    lost = any(words in text for words in LOST_PEER)
     if not lost and any(word in text for word in ("Timed out", "timed out", "timeout")):
         waited = f"it waited {timeout:g} minutes (--timeout) for a process that died or hung"
         print(f"error: rank {rank} gave up {steps.text}: {waited}", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    if lost or isinstance(error, dist.DistError) or "gloo" in text:
+    of_backend = isinstance(error, dist.DistBackendError) and "gloo" not in text
+    if lost or "gloo" in text or (isinstance(error, dist.DistError) and not of_backend):
         if Whereabouts.from_environment() is None:  # else our own launcher sees the death itself, and says whose it was
             reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", text.splitlines()[0])  # gloo's file and advice
             print(f"error: rank {rank} lost another process {steps.text}: {reason}", file=sys.stderr, flush=True)
         return EXIT_LOST_PEER
     print(f"error: rank {rank} failed {steps.text}:", file=sys.stderr)
-    traceback.print_exc()
+    if of_backend:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        traceback.print_exc()
     return EXIT_FAILED

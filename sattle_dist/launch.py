@@ -33,6 +33,10 @@ from sattle_dist.stopping import SAME_SIGNAL, STOP_SIGNALS
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+WHY_KILLED: dict[int, str] = {
+    signal.SIGKILL: " (the system does so when memory runs out)",
+    signal.SIGABRT: " (torch does so where NCCL fails or is waited for longer than --timeout; its own lines say which)",
+}
 SHUTDOWN_SECONDS = 5  # for a process that is told to end; then it is killed
 
 
@@ -195,9 +199,8 @@ def explain(failures: Mapping[int, ProcessFailure], whereabouts: Whereabouts) ->
         return EXIT_FAILED, f"the process of rank {rank} hung {where} and was killed"
     if cause.exitcode < 0:
         where = whereabouts.describe(cause.local_rank)
-        memory = " (the system does so when memory runs out)" if cause.exitcode == -signal.SIGKILL else ""
-        name = cause.signal_name()
-        return EXIT_FAILED, f"the process of rank {rank} was killed by {name} {where}{memory}; the others were stopped"
+        why, name = WHY_KILLED.get(-cause.exitcode, ""), cause.signal_name()
+        return EXIT_FAILED, f"the process of rank {rank} was killed by {name} {where}{why}; the others were stopped"
     if cause.exitcode == EXIT_LOST_PEER:
         return EXIT_FAILED, f"the process of rank {rank} lost the others {whereabouts.describe(cause.local_rank)}"
     return EXIT_FAILED, ""

@@ -234,6 +234,7 @@ class OneToAllLoss:
         size = min(max(1, most // (task.row_bytes * task.num_scorers)), num_rows)
         part = (num_rows if keep else size) * num_queries
         if self._buffer.numel() < part * task.num_scorers:
+            self._buffer = torch.empty(0)  # before there is another
             self._buffer = task.query.new_empty(part * task.num_scorers)
         blocks = []
         for start in range(0, num_rows, max(1, size)):

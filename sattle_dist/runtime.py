@@ -77,9 +77,8 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     torch.set_num_threads(config.threads or max(1, num_cores() // place.local_world_size))
     if device.type == "cpu":
         keep_to_own_cores(place, torch.get_num_threads())
-    # Sums in a fixed order on a GPU too: a run is a function of its seed.
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(device.type == "cuda")
+    before = arithmetic()
+    set_arithmetic(deterministic=device.type == "cuda", matmul="highest", bf16_sums=False)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
@@ -97,9 +96,29 @@ def joined(config: RunConfig) -> Iterator[tuple[Group, torch.device]]:
     try:
         yield Group(), device
     finally:
+        set_arithmetic(**before)
         if place.world_size == 1:  # a worker ends with its process, see end_process
             dist.destroy_process_group()
-            torch.use_deterministic_algorithms(before)
+
+
+def arithmetic() -> dict[str, Any]:
+    """Say how torch is set to compute, in the words of `set_arithmetic`."""
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "bf16_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    }
+
+
+def set_arithmetic(*, deterministic: bool, matmul: str, bf16_sums: bool) -> None:
+    """Set whether torch sums in a fixed order, multiplies float32 as such, and sums products of bfloat16 in that.
+
+    A run is a function of its seed, whatever the environment or the program around it has chosen: some images of
+    systems turn float32 into TF32 by a variable.
+    """
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bf16_sums
 
 
 def keep_to_own_cores(place: Place, num_threads: int) -> None:

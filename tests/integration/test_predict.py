@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 
-from sattle_dist import Run, load_run
+from sattle_dist import Run, load_run, runtime
 from sattle_dist.cli import main
+from sattle_dist.config import RunConfig
 from sattle_dist.evaluator import encode_block, evaluate
 from sattle_dist.graph import SPLITS, Graph
 
@@ -232,12 +232,16 @@ def test_api_refuses_a_process_group_that_cannot_send_ids(families_run: Path, mo
 
 
 def test_api_leaves_the_settings_of_torch_as_they_were(families_run: Path) -> None:
-    torch.use_deterministic_algorithms(True)
+    own = {"deterministic": True, "matmul": "high", "bf16_sums": True}
+    before = runtime.arithmetic()
+    runtime.set_arithmetic(**own)
     try:
+        with runtime.joined(RunConfig(device="cpu", threads=1)):
+            assert runtime.arithmetic() == {"deterministic": False, "matmul": "highest", "bf16_sums": False}
         load_run(families_run / "run", device="cpu")
-        assert torch.are_deterministic_algorithms_enabled()
+        assert runtime.arithmetic() == own
     finally:
-        torch.use_deterministic_algorithms(False)
+        runtime.set_arithmetic(**before)
 
 
 def test_api_refuses_what_it_cannot_mean(run: Run, families_run: Path) -> None:
