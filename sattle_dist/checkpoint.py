@@ -61,6 +61,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def latest(run_dir: Path) -> Path:
     """Give the newest checkpoint of a run."""
+    if (run_dir / "manifest.json").is_file():
+        raise CheckpointError(f"{run_dir} is a graph, not a run; `sattle train --graph {run_dir} --out RUN` makes one")
+    if os.path.isfile(run_dir):
+        raise CheckpointError(f"{run_dir} is a file, not the directory of a run")
     if not os.path.isdir(run_dir):
         raise CheckpointError(f"no run at {run_dir}; train one with `sattle train --out {run_dir}`")
     if not (found := list_checkpoints(run_dir)):

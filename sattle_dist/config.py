@@ -219,6 +219,8 @@ class Config:
         changed = {}
         known = {f.name: f for f in dataclasses.fields(self)}
         for section, values in sections.items():
+            if section not in known and section in {f.name for _, f in settings()}:
+                raise ConfigError(f"{origin}: {section} belongs in the section [{section_of(section)}]")
             if section not in known:
                 raise ConfigError(f"{origin}: unknown section [{section}]; known are {_list(known)}")
             if not isinstance(values, Mapping):

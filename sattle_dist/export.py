@@ -33,9 +33,9 @@ from safetensors.numpy import save
 
 from sattle_dist import __version__
 from sattle_dist import checkpoint as checkpoints
-from sattle_dist.config import Config, ConfigError, load_toml, to_toml
+from sattle_dist.config import Config, ConfigError, to_toml
 from sattle_dist.graph import Graph
-from sattle_dist.run import open_graph
+from sattle_dist.run import open_graph, read_config
 from sattle_dist.storage import read_checked
 from sattle_dist.stored import StoredTensors
 
@@ -121,7 +121,7 @@ def find_trained(run_dir: Path, which: str) -> Trained:
         raise checkpoints.DamagedCheckpoint(f"{error}; {checkpoints.others(run_dir, checkpoint)}") from None
     tensors = StoredTensors(checkpoint)
     # What was trained is what the checkpoint says; config.toml may have been edited since.
-    config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(checkpoint))
+    config = read_config(run_dir).merge(facts["config"], str(checkpoint))
     graph = open_graph(run_dir, config, facts)
     return Trained(tensors=tensors, graph=graph, config=config, epoch=facts["epoch"])
 

@@ -13,6 +13,7 @@ from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, ModelConfig, load_recipe, load_toml, recipe_names
 from sattle_dist.costs import Workload
 from sattle_dist.graph import Graph
+from sattle_dist.learner import MIB
 from sattle_dist.runtime import Place
 from sattle_dist.units import size_text
 
@@ -77,9 +78,12 @@ def remedies(work: Workload, fitting: Callable[[Workload], bool], more: str) -> 
     found = [f"at least {more}"] if more else []
     if fitting(with_setting(work, "saving", "blocking")):
         found.append("--saving blocking")
-    for name in ("dim", "batch_size"):
-        value = getattr(work.config.model if name == "dim" else work.config.train, name)
-        least = work.world_size if name == "batch_size" else 1
+    values = {
+        "dim": (work.config.model.dim, 1),
+        "batch_size": (work.config.train.batch_size, work.world_size),
+        "score_memory": (work.score_budget // MIB, 1),
+    }
+    for name, (value, least) in values.items():
         halvings = [value >> i for i in range(1, 32) if value >> i >= least]
         if best := next((n for n in halvings if fitting(with_setting(work, name, n))), None):
             found.append(f"--{name.replace('_', '-')} {best}")

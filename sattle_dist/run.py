@@ -48,6 +48,8 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
         its_teacher = teacher.identify_teachers(config, run_dir, graph, begun=bool(checkpoints))
         if config.run.resume != "auto" and not checkpoints:
             raise ConfigError(f"--resume {config.run.resume}: {run_dir} holds no checkpoint; leave --resume away")
+        if run_dir.is_file():
+            raise ConfigError(f"{run_dir} is a file; choose another --out for the run")
         if (run_dir / "manifest.json").exists():
             raise ConfigError(f"{run_dir} is a graph; choose another --out for the run")
         if not checkpoints and not file.exists():
@@ -59,6 +61,7 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
         if facts := newest_readable(checkpoints):
             check_resumable(run_dir, facts, config, graph)
             teacher.require_same_teacher(facts.get("teacher"), its_teacher)
+            teacher.require_same_beginning(facts.get("grown_from"), teacher.beginning(config, run_dir))
         elif not checkpoints:
             (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         # How many processes there are is the launcher's to say, each time; so is what to continue from.
@@ -161,7 +164,10 @@ def open_graph(run_dir: Path, config: Config, facts: dict[str, Any]) -> Graph:
     try:
         graph = Graph.open(Path(config.run.graph))
     except GraphError as error:
-        raise GraphError(f"{run_dir} needs the graph that it was trained on: {error}") from None
+        raise GraphError(
+            f"{run_dir} needs the graph that it was trained on: {error}; if it was moved, say so in "
+            f"{run_dir / 'config.toml'} (graph = ...)"
+        ) from None
     if facts["graph_checksum"] != graph.checksum:
         raise GraphError(
             f"{graph.path} has changed since {run_dir} was trained on it ({graph_differences(facts, graph)})"
@@ -186,6 +192,16 @@ def choose_checkpoint(run_dir: Path, which: str, group: Group) -> Path:
     return run_dir / "checkpoints" / str(name)
 
 
+def read_config(run_dir: Path) -> Config:
+    """Read the config.toml of a run."""
+    if not (run_dir / "config.toml").is_file():
+        raise CheckpointError(
+            f"{run_dir} has lost its config.toml; the command that trained it, with the same --graph, settings and "
+            f"--out, writes it again (the settings are in {run_dir / 'checkpoints' / 'latest' / 'state.json'})"
+        )
+    return load_toml(run_dir / "config.toml", Config())
+
+
 def read_run(run_dir: Path, group: Group, which: str) -> tuple[Path, dict[str, Any], Config]:
     """Find a checkpoint of a run and check every byte; give it, its facts and its config. Every rank must call it.
 
@@ -196,11 +212,9 @@ def read_run(run_dir: Path, group: Group, which: str) -> tuple[Path, dict[str, A
         facts = checkpoint.verify(folder, group)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{error}; {checkpoint.others(run_dir, folder)}") from None
-    if not (run_dir / "config.toml").is_file():
-        raise CheckpointError(f"{run_dir} has lost its config.toml; `sattle train --out {run_dir}` writes it again")
     try:
         # What was trained is what the checkpoint says; config.toml may have been edited since.
-        config = load_toml(run_dir / "config.toml", Config()).merge(facts["config"], str(folder))
+        config = read_config(run_dir).merge(facts["config"], str(folder))
     except ConfigError as error:
         raise CheckpointError(f"{folder} was written by another release: {error}") from None
     return folder, facts, config

@@ -89,8 +89,7 @@ def own_teachers(config: Config, run_dir: Path) -> list[Config]:
 def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: bool) -> Identity | None:
     """Identify the teachers that a config names, if any; a run's own are not there before the run has begun."""
     teachers = named(config, run_dir)
-    if teachers and config.train.loss not in SOFTMAXES:
-        raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
+    require_teachable(config)
     require_discountable(config)
     found = []
     for each in teachers:
@@ -102,6 +101,12 @@ def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: boo
             require_same_graph(each.place, facts, graph)
             found.append((each.place, folder, facts))
     return identify(found) if teachers and len(found) == len(teachers) else None
+
+
+def require_teachable(config: Config) -> None:
+    """Raise ConfigError where a loss cannot heed a teacher."""
+    if config.run.teacher and config.train.loss not in SOFTMAXES:
+        raise ConfigError(f"--teacher goes with --loss {' or '.join(SOFTMAXES)}, got {config.train.loss!r}")
 
 
 def require_discountable(config: Config) -> None:
@@ -129,6 +134,21 @@ def identify(teachers: list[tuple[Path, Path, dict[str, Any]]]) -> Identity:
         digest.update(json.dumps(facts["files"], sort_keys=True).encode())
     runs, folders = [str(run) for run, _, _ in teachers], [folder.name for _, folder, _ in teachers]
     return {"run": ",".join(runs), "checkpoint": ", ".join(folders), "digest": digest.hexdigest()}
+
+
+def require_same_beginning(before: dict[str, Any] | None, now: Named | None) -> None:
+    """Raise ConfigError where a run is to be continued with another --grow-from than it began with, or without it.
+
+    It has no effect any more; but config.toml is to say of a run how it came about.
+    """
+    if before and not now:
+        raise ConfigError(f"this run began with what another has learnt; name it: --grow-from {before['run']}")
+    if now and not before:
+        raise ConfigError(f"this run began without --grow-from; leave {now.place} away, or use another --out")
+    if before and now:
+        was, place = Path(before["run"]), now.place
+        if was.name != place.name or not (now.own or was == place):  # its own teacher moves with it
+            raise ConfigError(f"this run began with what {was} has learnt, not {place}; name that one")
 
 
 def require_same_teacher(before: Identity | None, now: Identity | None) -> None:

@@ -41,6 +41,13 @@ def start(config: Config) -> int:
             raise ConfigError(f"{graph.path} has no training triples")
         if config.eval.patience and not config.eval.eval_every:
             raise ConfigError(f"--patience {config.eval.patience} counts evaluations: --eval-every must be at least 1")
+        if config.eval.patience and graph.num_triples["valid"] == 0:
+            raise ConfigError(f"--patience {config.eval.patience} needs valid triples, and {graph.path} has none")
+        if config.run.max_restarts and place.world_size > 1 and Whereabouts.from_environment() is None:
+            raise ConfigError(
+                f"--max-restarts {config.run.max_restarts} is for processes that `sattle train` starts itself; these "
+                "are torchrun's: give it to torchrun, before the script"
+            )
         places = {"graph": str(graph.path), **teacher.with_absolute_paths(config)}
         config = config.override({"nproc": nproc, **places}, "command line")
         if restarted():

@@ -10,7 +10,7 @@ import click
 
 from sattle_dist.commands.errors import one_line_errors
 from sattle_dist.commands.options import checkpoint_option, given_arguments, job_options, setting_option
-from sattle_dist.config import UserError
+from sattle_dist.config import Config, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ LABEL_WIDTH = 34
 @click.option(
     "--ties",
     type=click.Choice(TIES),
-    help="Position of a true target among candidates of equal score  [default: the run's own, random]",
+    help="Position of a true target among candidates of equal score  [default: the run's own]",
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of random ties and resamples  [default: the run's own]")
 @click.option("--raw", is_flag=True, help="Let the query's other known targets compete too; by default they do not.")
@@ -72,6 +72,7 @@ def evaluate(
     from sattle_dist.jobs import run_job
     from sattle_dist.runtime import Place, end_process
 
+    Config().override({"score_memory": rules["score_memory"]}, "command line")  # within its bounds
     if Place.from_environment().rank == 0:  # before any work is done, and on the machine where they will be written
         for option, path in (("--json", json_file), ("--positions", positions)):
             if path and str(path) != "-":
@@ -89,12 +90,11 @@ def evaluate(
 def require_triples(run: Path, which: str, split: str, nproc: int) -> None:
     """Raise UserError where there is no such run, nothing in the split, or fewer entities than processes."""
     from sattle_dist import checkpoint
-    from sattle_dist.config import Config, load_toml
-    from sattle_dist.run import open_graph
+    from sattle_dist.run import open_graph, read_config
     from sattle_dist.sharding import Sharding
 
     facts = checkpoint.read_facts(checkpoint.find(run, which))
-    graph = open_graph(run, load_toml(run / "config.toml", Config()), facts)
+    graph = open_graph(run, read_config(run), facts)
     Sharding(graph.num_entities, max(1, nproc))
     if graph.num_triples[split] == 0:
         others = [name for name in SPLITS if graph.num_triples[name]]

@@ -85,12 +85,15 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     from sattle_dist.costs import Workload
     from sattle_dist.graph import Graph
     from sattle_dist.memory import most_evaluated, teacher_models
-    from sattle_dist.teacher import names, require_discountable
+    from sattle_dist.teacher import names, require_discountable, require_teachable
     from sattle_dist.units import parse_count
 
+    require_teachable(config)
     require_discountable(config)
     counts = {name: options[name] for name in ("entities", "relations", "triples", "queries") if options[name]}
     assumptions = []
+    if graph is None and not counts and config.run.graph:
+        graph = Path(config.run.graph)
     if graph is not None:
         if counts:
             raise ConfigError(f"--{next(iter(counts))} is given with the graph {graph}; leave one of them away")
@@ -162,8 +165,11 @@ def plan_for(work: Workload, options: dict[str, Any], assumptions: list[str]) ->
     flops, memory_bandwidth = figure("device_flops", COUNTS, "19.5T"), figure("memory_bandwidth", SIZES, "2TB")
     if memory_bandwidth and not flops:
         raise ConfigError("--memory-bandwidth is given without --device-flops; give both")
-    here = not memory and not flops
     own_cuda = work.cuda and torch.cuda.is_available()
+    # Planned for as many processes as this machine can start; with more GPUs than it has, one is timed.
+    here = not memory and not flops and not (own_cuda and work.world_size > torch.cuda.device_count())
+    if link and here:
+        raise ConfigError("--bandwidth is given, but processes here are timed; give --device-memory or --device-flops")
     if memory:
         devices = Devices(memory=int(memory), shared=False, name=f"devices with {size_text(memory)} each")
     elif own_cuda:

@@ -32,16 +32,19 @@ def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, t
     Training curves, validation MRR, metrics by relation and direction, positions, degrees, times, sample predictions,
     config and protocol. The page needs no network and no scripts. It can be made while the run still trains.
     """
-    from sattle_dist.checkpoint import list_checkpoints
+    from sattle_dist.checkpoint import latest, list_checkpoints
     from sattle_dist.config import ConfigError
-    from sattle_dist.files import replacing
+    from sattle_dist.files import replacing, require_writable
     from sattle_dist.findings import read_findings
     from sattle_dist.jobs import run_job
     from sattle_dist.report import render, sample_predictions
     from sattle_dist.run import open_run
     from sattle_dist.runtime import end_process
 
+    if not (run / "config.toml").is_file():
+        latest(run)  # says in one line what is wrong with a folder that is no run
     file = out or run / "report.html"
+    require_writable(file, "--out")
 
     def write(found: list[Any]) -> None:
         try:

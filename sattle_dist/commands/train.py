@@ -32,6 +32,26 @@ def resolve_config(recipe: str | None, file: Path | None, given: dict[str, Any])
     return config.override(given, "command line")
 
 
+def require_effect(config: Config, given: dict[str, Any]) -> None:
+    """Raise ConfigError where an option was given that could have no effect."""
+    train, run = config.train, config.run
+    if given.get("dataset") and run.graph:
+        raise ConfigError(f"give either --graph or --dataset, not both (got {run.graph} and {run.dataset})")
+    for name in ("graph", "out"):
+        if given.get(name) == "":
+            raise ConfigError(f"--{name} is empty; name a directory, or leave it away")
+    idle = {
+        "teacher_weight": "" if run.teacher else "a --teacher",
+        "decay_factor": "" if train.schedule == "decay" else "--schedule decay",
+        "decay_until": "" if train.schedule == "decay" else "--schedule decay",
+        "weight_power": "" if train.loss != "kvsall" else "another --loss than kvsall, whose queries all weigh 1",
+    }
+    for name, needed in idle.items():
+        if name in given and needed:
+            option = f"--{name.replace('_', '-')} {given[name]:g}"
+            raise ConfigError(f"{option} would have no effect: it goes with {needed}; leave it away")
+
+
 def with_graph(config: Config) -> Config:
     """Name the graph to train: the one given, else that of the dataset, else the built-in one, made on first use."""
     if config.run.graph:  # a recipe may be tried on any graph
@@ -68,9 +88,8 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
     from sattle_dist.runtime import Whereabouts, end_process
 
     given = {name: value for name, value in options.items() if value is not None}
-    if given.get("graph") and given.get("dataset"):
-        raise ConfigError(f"give either --graph or --dataset, not both (got {given['graph']} and {given['dataset']})")
     config = resolve_config(recipe, file, given)
+    require_effect(config, given)
     if not config.run.graph and not config.run.dataset:
         config = resolve_config(recipe or "families", file, given)
     config = with_graph(config)

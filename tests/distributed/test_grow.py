@@ -132,6 +132,30 @@ def refuse_resume(group: Group, graphs: tuple[Path, Path], run_dir: Path) -> lis
     return said
 
 
+def resume_grown(group: Group, graph: Path, work: Path) -> list[str]:
+    """Prepare to go on with a run that has begun anew, and one that was grown, each with and without --grow-from."""
+    old, new = work / "old", work / "new"
+    train_old(group, graph, old)
+    make_trainer(group, graph, new, config_for(2, grow_from=str(old))).run()
+    said = []
+    for run_dir, begin in ((old, ""), (old, str(new)), (new, str(old)), (new, ""), (new, str(work / "none"))):
+        try:
+            prepare_run_dir(run_dir, config_for(2, grow_from=begin), Graph.open(graph))
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_is_continued_with_the_beginning_it_had(graphs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Else its config.toml would tell of another run."""
+    (said,) = run_processes(1, resume_grown, graphs[0], tmp_path)
+    assert said[0] == said[2] == ""
+    assert f"began without --grow-from; leave {tmp_path / 'new'} away" in said[1]
+    assert f"began with what another has learnt; name it: --grow-from {tmp_path / 'old'}" in said[3]
+    assert f"began with what {tmp_path / 'old'} has learnt, not {tmp_path / 'none'}" in said[4]
+
+
 def refuse_fewer_epochs(group: Group, graph: Path, run_dir: Path) -> None:
     train_old(group, graph, run_dir)
     facts = {**read_facts(checkpoint.find(run_dir, "latest")), "step": 4}  # as if stopped in its third epoch

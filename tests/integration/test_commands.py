@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import duckdb
 import pytest
+import torch
 from click.testing import CliRunner
 
 from sattle_dist.cli import main
@@ -167,6 +167,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "damaged").mkdir()
     (folder / "damaged" / "manifest.json").write_text('{"format": "sattle-graph", "format_version": 1}')
     (folder / "file").write_text("")
+    (folder / "flat.toml").write_text("epochs = 3\n")
+    (folder / "graph.toml").write_text("[run]\ngraph = 'g'\n")
+    write_graph(folder / "no-valid", {**splits, "valid": []}, num_entities=20, num_relations=2)
     (folder / "own").mkdir()
     (folder / "own" / "config.toml").write_text("[model]\ndim = 3\n")
     return folder
@@ -208,6 +211,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--graph", "g", "--dim", "abc"], "'abc' is not a valid integer"),
         (["train", "--recipe", "nonsense"], "'nonsense' is not"),
         (["train", "--graf", "g"], "No such option"),
+        (["train", "--graph", "g", "--teacher-weight", "2"], "--teacher-weight 2 would have no effect: it goes with a"),
+        (["train", "--graph", "g", "--decay-until", "3"], "--decay-until 3 would have no effect: it goes with --sched"),
+        (
+            ["train", "--graph", "g", "--loss", "kvsall", "--weight-power", "0.5"],
+            "goes with another --loss than kvsall",
+        ),
+        (["train", "--config", "graph.toml", "--dataset", "WN18RR"], "give either --graph or --dataset, not both"),
+        (["train", "--config", "flat.toml"], "flat.toml: epochs belongs in the section [train]"),
+        (["train", "--graph", ""], "--graph is empty; name a directory, or leave it away"),
+        (["train", "--graph", "g", "--out", ""], "--out is empty"),
+        (["train", "--graph", "g", "--out", "file"], "file is a file; choose another --out"),
+        (["train", "--graph", "no-valid", "--patience", "2"], "--patience 2 needs valid triples"),
+        (["eval", "g"], "g is a graph, not a run"),
+        (["eval", "file"], "file is a file, not the directory of a run"),
+        (["report", "file"], "file is a file, not the directory of a run"),
+        (["report", "none"], "no run at none"),
+        (["eval", "empty", "--score-memory", "-5"], "score_memory must be at least 0, got -5"),
         (["predict", "none", "--source", "a", "--relation", "b"], "no run at none"),
         (["predict", "empty", "--source", "a", "--relation", "b"], "holds no checkpoint yet"),
     ],
@@ -307,16 +327,26 @@ def test_a_killed_probe_means_float32(monkeypatch: pytest.MonkeyPatch, capsys: p
     """A product that kills its process (SIGILL here) is found out in a child, and the run goes on in float32."""
     from sattle_dist import precision
 
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(precision, "_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert precision.usable_precision("bf16", "cpu") == "float32"
     assert "killed by signal 4" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variable that hides instructions is for x86-64")
-def test_a_slow_bf16_means_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the CPU has no instructions for it (kept from torch's products here), the run goes on in float32."""
+def test_a_cpu_without_bf16_means_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what the CPU says it has, never by a clock; where it has it, and it works, it is used."""
     from sattle_dist import precision
 
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert precision.usable_precision("bf16", "cpu") == "float32"
-    assert "more slowly than in float32" in capsys.readouterr().err
+    monkeypatch.setattr(precision, "_PROBE", "")
+    for has_it, used in ((False, "float32"), (True, "bf16")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_it=has_it: {"avx2": True, "avx512_bf16": has_it})
+        assert precision.usable_precision("bf16", "cpu") == used
+    assert capsys.readouterr().err.count("no instructions for it") == 1
+
+
+def test_a_gpu_that_only_emulates_bf16_means_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sattle_dist import precision
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert precision.usable_precision("bf16", "cuda") == "float32"

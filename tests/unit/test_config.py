@@ -36,7 +36,7 @@ def test_written_config_reads_back(tmp_path: Path) -> None:
     [
         ("[model]\ndimm = 3", r"c.toml: unknown setting 'dimm'; known are decoder, dim,"),
         ("[modell]\ndim = 3", r"c.toml: unknown section \[modell\]; known are model, train, eval, run"),
-        ("dim = 3", r"c.toml: unknown section \[dim\]"),
+        ("dim = 3", r"c.toml: dim belongs in the section \[model\]"),
         ("model = 3", r"c.toml: \[model\] must be a table, got 3"),
         ("[model]\ndim = 0", r"c.toml: dim must be at least 1, got 0"),
         ("[model]\ndim = 3.5", r"c.toml: dim must be a whole number, got 3.5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,31 @@ def test_the_command_says_what_does_not_fit() -> None:
     assert "warning: it does not fit into 7.5 GiB; use at least" in result.output
 
 
+def test_the_score_buffer_is_among_the_remedies() -> None:
+    """On devices with 1 GB the buffer of 1 GiB alone does not fit, whatever the graph."""
+    small = ["--entities", "40", "--relations", "2", "--triples", "100"]
+    described = [*small, "--device-memory", "1GB", "--device-flops", "1T"]
+    said = invoke(*described).output
+    (value,) = re.findall(r"DOES NOT FIT(?s:.*)--score-memory (\d+)", said)
+    assert "DOES NOT FIT" not in invoke(*described, "--score-memory", value).output
+    assert "DOES NOT FIT" in invoke(*described, "--score-memory", str(2 * int(value))).output
+
+
+def test_the_graph_may_stand_in_the_config(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(f"[run]\ngraph = '{ensure_family_graph()}'\n")
+    assert "812 entities" in invoke("--config", str(tmp_path / "c.toml"), *GPU).output
+
+
+def test_rounded_scores_are_counted_on_a_gpu() -> None:
+    """A block's scores are copied once more, in two bytes each instead of four."""
+    sizes = {
+        precision: costs.score_bytes(replace(make_work(precision=precision, batch_size=1000), cuda=True))
+        for precision in ("float32", "bf16")
+    }
+    assert sizes["float32"] == pytest.approx(2**30, rel=1e-3)
+    assert sizes["bf16"] == pytest.approx(1.5 * 2**30, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -184,6 +210,8 @@ def test_the_command_says_what_does_not_fit() -> None:
         ([*COUNTED, "--device-memory", "80"], "--device-memory must be a number such as 80GB"),
         ([*COUNTED, *GPU, "--dim", "0"], "dim must be at least 1, got 0"),
         ([*COUNTED, "--memory-bandwidth", "2TB"], "--memory-bandwidth is given without --device-flops"),
+        ([*COUNTED, "--bandwidth", "2GB"], "--bandwidth is given, but processes here are timed"),
+        ([*COUNTED, *GPU, "--teacher", "families", "--loss", "bce"], "--teacher goes with --loss softmax or filtered"),
         ([*COUNTED, *GPU, "--devices", "0"], "Invalid value for '--devices'"),
         (["--entities", "5", "--relations", "1", "--triples", "9", "--devices", "6"], "at most the number of entities"),
         (["/nowhere", "--entities", "5"], "--entities is given with the graph /nowhere"),
