@@ -291,11 +291,11 @@ NOTES = """## Notes
   have one each there, which matters where dropout is strong (0.4 at d = 100, 0.1 at d = 32), and batches are shuffled
   here. Without these two differences ours is their code: with the triples apart, in the authors' batches, it has 0.169,
   0.285 and 0.324, from 0.0001 to 0.005 beside theirs at the six epochs of the table and within 0.0011 from epoch 30 on.
-  How much of it is which was measured at epoch 20: most are the masks, as with the triples apart, but in shuffled
-  batches of 2,048, ours has 0.164 there, where grouped it has 0.140. One seed each. How much is chance: two runs of the
-  authors' code, on two machines, have the same seed but other dropout masks; at epoch 15 they had 0.103 and 0.112, at 20
-  0.167 and 0.173. The first 19 epochs of the one shown went through an earlier form of its forward pass, with the same
-  gradients.
+  How much of it is which was measured at epoch 20 alone: most are the masks, as with the triples apart, but in
+  shuffled batches of 2,048, ours has 0.164 there, where grouped it has 0.140. One seed each. How much is chance: two
+  runs of the authors' code, on two machines, have the same seed but other dropout masks; at epoch 15 they had 0.103
+  and 0.112, at 20 0.167 and 0.173. The first 19 epochs of the one shown went through an earlier form of its forward
+  pass, with the same gradients.
 - **Teachers.** On FB15k-237 at d = 100 longer training does not help (0.3595 on valid after 60 epochs, 0.3597 after
   140), other trainings' scores do: alone 0.3603 on valid and 0.355 on test, after one teacher 0.3633 and 0.358, after
   two 0.3653 and 0.359, each a student of 60 epochs from the beginning. The recorded student begins with what its first
