@@ -13,7 +13,7 @@ import signal
 import sys
 
 EXIT_USAGE = 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main() -> int:
@@ -26,8 +26,11 @@ def main() -> int:
     def parser_without_abbreviations() -> argparse.ArgumentParser:
         parser = make_parser()
         parser.allow_abbrev = False
-        # Schedulers announce a preemption by SIGUSR1, for which torchrun would simply die.
-        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+        # Schedulers announce a preemption by SIGUSR1, for which torchrun would simply die; and it would stop for
+        # the SIGHUP of a terminal that closes, also where nohup has it ignored.
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        handled = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1", *([] if nohup else ["SIGHUP"])]
+        parser.set_defaults(signals_to_handle=",".join(handled))
         return parser
 
     run.get_args_parser = parser_without_abbreviations

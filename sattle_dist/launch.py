@@ -29,7 +29,7 @@ from sattle_dist.runtime import (
     end_with_parent,
     under_launcher,
 )
-from sattle_dist.stopping import SAME_SIGNAL, STOP_SIGNALS
+from sattle_dist.stopping import SAME_SIGNAL, STOP_SIGNALS, handling
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -151,19 +151,18 @@ class Shepherd:
             close(context, signal.SIGINT, min(timeout, SHUTDOWN_SECONDS))
 
         PContext.start, PContext.close = start_and_remember, close_soon  # type: ignore[assignment]
-        before = {number: signal.signal(number, self._pass_on) for number in (*STOP_SIGNALS, signal.SIGHUP)}
         try:
-            yield self
+            with handling(self._pass_on):
+                yield self
         finally:
             PContext.start, PContext.close = start, close  # type: ignore[method-assign]
-            for number, old in before.items():
-                signal.signal(number, old)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self.stopped_by is None:
             self.stopped_by, self._since = signal.Signals(number), time.monotonic()
             if self.saves:
-                os.write(2, b"\nsaving, then stopping; a second signal stops at once\n")
+                with contextlib.suppress(OSError):  # a terminal that has closed
+                    os.write(2, b"\nsaving, then stopping; a second signal stops at once\n")
             self._tell(signal.SIGTERM)
         elif time.monotonic() - self._since > SAME_SIGNAL:
             self._tell(signal.SIGINT)

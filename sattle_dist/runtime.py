@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from sattle_dist import __version__
 from sattle_dist.collectives import Group
 from sattle_dist.config import Config, ConfigError, RunConfig, recipe_names
+from sattle_dist.stopping import handling
 
 EXIT_INTERRUPTED = 130
 EXIT_DIVERGED = 4  # a gradient was not finite: it would be again
@@ -227,7 +228,7 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Let SIGINT (Ctrl-C), SIGTERM and SIGUSR1 end this process at once, with a line and the exit code 128 + signal.
+    """Let the signals that ask for the end have it at once, with a line and the exit code 128 + signal.
 
     At once, because there is nothing to tidy up; training saves first (stopping.py). A worker says nothing: its
     launcher, which passed the signal on, does.
@@ -235,19 +236,12 @@ def ending_on_signals() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"\nstopped by {signal.Signals(number).name}\n".encode())
+        with contextlib.suppress(OSError):  # a terminal that has closed
+            os.write(2, f"\nstopped by {signal.Signals(number).name}\n".encode())
         os._exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with handling(signal.SIG_DFL if Place.from_environment().world_size > 1 else stop):
         yield
-        return
-    handler = signal.SIG_DFL if Place.from_environment().world_size > 1 else stop
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def place_in_words(epoch: int, step: int) -> str:

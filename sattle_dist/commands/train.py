@@ -79,8 +79,8 @@ def train(recipe: str | None, file: Path | None, **options: Any) -> None:
       sattle train --graph my.graph --nproc 4           four processes on this machine
       torchrun --nproc-per-node 4 launchers/train.py    the same through torchrun, also over many machines
 
-    A run directory that already holds this run is resumed from its last checkpoint. SIGTERM, SIGUSR1 or Ctrl-C save
-    and stop; a second one stops at once.
+    A run directory that already holds this run is resumed from its last checkpoint. SIGTERM, SIGUSR1, Ctrl-C
+    or closing the terminal (without nohup) save and stop; a second signal stops at once.
     """
     from sattle_dist import training
     from sattle_dist.events import check_tensorboard

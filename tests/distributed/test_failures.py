@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
+import pty
 import random
 import re
 import signal
+import subprocess
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from sattle_dist.runtime import EXIT_LOST_PEER, WHEREABOUTS, Whereabouts, requir
 from sattle_dist.stopping import SAME_SIGNAL
 from sattle_dist.trainer import Trainer
 from tests.distributed.test_checkpoint import read_whole
-from tests.launching import SATTLE, SMALL, TORCHRUN, TRAIN, results, running, small_graph
+from tests.launching import ROOT, SATTLE, SMALL, TIMEOUT, TORCHRUN, TRAIN, results, running, small_graph
 from tests.processes import run_processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
@@ -63,6 +67,44 @@ def test_signals_save_and_end_all_processes_with_a_message(
     )  # --save-every is 10 epochs: it is there for the signal
     facts = checkpoint.read_facts(Path(saved[1]))
     assert Path(saved[1]).name == checkpoint.name_of(facts["epoch"], facts["step"])
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_terminal_that_closes_ends_a_run_which_saves_first(nproc: int, tmp_path: Path) -> None:
+    """The terminal is gone by then, so every message fails."""
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        endless([*SATTLE, "--nproc", str(nproc)], tmp_path),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), its),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        os.close(its)
+        said = b""
+        while b"epoch 2/" not in said:
+            said += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(TIMEOUT) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+    assert checkpoint.latest(tmp_path / "run")  # --save-every is 10 epochs: it is there for the signal
+
+
+@pytest.mark.parametrize("start", [SATTLE, [*TORCHRUN, TRAIN]], ids=["sattle", "torchrun"])
+def test_a_run_under_nohup_outlives_the_terminal(start: list[str], tmp_path: Path) -> None:
+    with running(["nohup", *endless([*start, "--nproc", "2"], tmp_path)], tmp_path) as command:
+        command.wait_for("epoch 2/")
+        command.process.send_signal(signal.SIGHUP)
+        time.sleep(SAME_SIGNAL + 0.1)  # sooner the next would count as the same
+        command.wait_for("epoch", command.out.read_text().count("epoch") + 3)
+        command.process.send_signal(signal.SIGTERM)
+        code, errors = command.end()
+        command.wait_until_none_is_left()
+    assert code == 143, errors
+    assert "SIGHUP" not in errors
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

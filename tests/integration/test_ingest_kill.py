@@ -62,7 +62,7 @@ def test_kill_at_any_moment(triples, tmp_path):
     assert left >= 5, "some must have been killed at work"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_told_to_end_it_leaves_nothing(triples, tmp_path, number, code):
     """In any stage: most of them sit in a DuckDB call, which turns the handler's exception into an error of its own."""
     rng, ended = random.Random(3), 0
