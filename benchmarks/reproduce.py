@@ -26,7 +26,7 @@ from benchmarks import record, reproduction_page
 from benchmarks.paper_figures import HITS, ROWS
 from sattle_dist import teacher
 from sattle_dist.commands.train import resolve_config
-from sattle_dist.config import Config, ConfigError, load_recipe, load_toml, settings
+from sattle_dist.config import Config, ConfigError, load_toml, settings
 
 RESULT = record.RESULTS / "reproduction.json"
 OTHER_RUNS = ("grow_from", "teacher")  # settings by which other runs have a say in the numbers
@@ -217,7 +217,7 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
         "precision": ran.run.precision,
         "epochs": len(metrics),
         "of": asked.train.epochs,
-        "epochs_of_teachers": epochs_of_teachers(asked),
+        "epochs_of_teachers": reproduction_page.epochs_of_teachers(asked),
         "valid": {str(line["epoch"]): line["valid"]["mrr"] for line in metrics if line.get("valid")},
         "seconds": sum_times([sittings, *of_teachers]),
         "stamp": sittings.stamp(),
@@ -227,12 +227,6 @@ def collect(job: Job, run_dir: Path) -> dict[str, Any] | None:
         result["test"] = {key: round(test["metrics"][key], 5) for key in ("mrr", *HITS)}
         result["epoch_tested"] = test["protocol"]["epoch"]
     return result
-
-
-def epochs_of_teachers(config: Config) -> list[int]:
-    """List the epochs of all trainings that come before a run's own, those of its teachers' teachers first."""
-    recipes = [load_recipe(name) for name in teacher.names(config)]
-    return [epochs for recipe in recipes for epochs in (*epochs_of_teachers(recipe), recipe.train.epochs)]
 
 
 def sum_times(sittings: list[Sittings]) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.paper_figures import COMPETITORS, CURVES, ENTITIES_RELATIONS, HEADS, HITS, ROWS
 from benchmarks.record import RESULTS
 from sattle_dist import teacher
-from sattle_dist.config import Config, load_recipe
+from sattle_dist.config import Config
 from sattle_dist.model import count_parameters
 
 PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
@@ -114,11 +114,16 @@ def scores(values: Any) -> str:
 def effort(result: dict[str, Any] | None, config: Config) -> str:
     """Say what a finished run took, else what it would."""
     if result is None or "test" not in result:
-        planned = [load_recipe(name).train.epochs for name in teacher.names(config)]
-        return f"({added([*planned, config.train.epochs])})"
+        return f"({added([*epochs_of_teachers(config), config.train.epochs])})"
     seconds = result["seconds"]
     took = f"{seconds / 60:.0f} min" if seconds else "time not measured"
     return f"{added([*result.get('epochs_of_teachers', []), result['epochs']])}, {took}"
+
+
+def epochs_of_teachers(config: Config) -> list[int]:
+    """List the epochs of all trainings that come before a run's own, those of its teachers' teachers first."""
+    teachers = teacher.own_teachers(config, Path(config.run.out))
+    return [epochs for each in teachers for epochs in (*epochs_of_teachers(each), each.train.epochs)]
 
 
 def added(epochs: list[int]) -> str:

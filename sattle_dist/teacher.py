@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,11 @@ def with_absolute_paths(config: Config) -> dict[str, str]:
 
 
 def named(config: Config, run_dir: Path) -> list[Named]:
-    """Find the teachers that a config names. A recipe has the run's own seed; named again, the next one each time."""
-    recipes, given, found = recipe_names(), names(config), []
+    """Find the teachers that a config names. A recipe has the run's own seed; named again, the next one each time.
+
+    What a teacher named before it has learnt from already is not trained again, but found with that teacher.
+    """
+    recipes, given, found = recipe_names(), names(config), list[Named]()
     for i, name in enumerate(given):
         place, own = run_dir / f"teacher-{i + 1}", None
         if name in recipes:
@@ -67,8 +71,25 @@ def named(config: Config, run_dir: Path) -> list[Named]:
             own = Config(model=recipe.model, train=train, eval=config.eval, run=run)
         elif Path(name).exists() or not place.is_dir():  # else a recipe that this release has no more
             place = Path(name)
-        found.append(Named(place, own))
+        this = Named(place, own)
+        found.append(next((each for each in ancestors(found) if same_training(each, this)), this))
     return found
+
+
+def ancestors(teachers: list[Named]) -> Iterator[Named]:
+    """Give the teachers of teachers, and theirs, that are trained with them."""
+    for each in teachers:
+        if each.own:
+            its_own = named(each.own, each.place)
+            yield from its_own
+            yield from ancestors(its_own)
+
+
+def same_training(one: Named, other: Named) -> bool:
+    """Tell whether two recipes, each with its seed, make the same run, wherever it is."""
+    if not (one.own and other.own):
+        return False
+    return replace(one.own, run=replace(one.own.run, out="")) == replace(other.own, run=replace(other.own.run, out=""))
 
 
 def beginning(config: Config, run_dir: Path) -> Named | None:
@@ -82,8 +103,8 @@ def beginning(config: Config, run_dir: Path) -> Named | None:
 
 
 def own_teachers(config: Config, run_dir: Path) -> list[Config]:
-    """Give the configs of the teachers that a run trains first."""
-    return [each.own for each in named(config, run_dir) if each.own]
+    """Give the configs of the teachers that a run trains first, but for those that come with another of them."""
+    return [each.own for each in named(config, run_dir) if each.own and each.place.parent == run_dir]
 
 
 def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: bool) -> Identity | None:

@@ -287,8 +287,11 @@ def test_a_recipe_as_teacher_is_trained_first(graph: Path, tmp_path: Path) -> No
 
 
 def test_a_teacher_can_have_its_own_teacher(graph: Path, tmp_path: Path) -> None:
-    """One run stopped while its teacher learns, and begun again, against three runs: the same weights of all."""
-    one, config = tmp_path / "one", student_config(Path("taught"))
+    """One run stopped while its teacher learns, and begun again, against three runs: the same weights of all.
+
+    It learns from that teacher's teacher, too, which is not trained again.
+    """
+    one, config = tmp_path / "one", student_config(Path("taught"), Path("tiny"))
     num_steps = math.ceil(len(Graph.open(graph).index("train")) / config.train.batch_size)
     for rank in run_processes(2, train_all, graph, one, config, 2 * num_steps + 2):
         assert f"saved as {one / 'teacher-1' / 'checkpoints'}" in rank
@@ -298,9 +301,10 @@ def test_a_teacher_can_have_its_own_teacher(graph: Path, tmp_path: Path) -> None
     run_processes(2, train_all, graph, first, config_for(2, **{**TEACHER, "seed": seed}), 0)
     taught = config_for(2, **{**TAUGHT_TEACHER, "seed": seed, "teacher": str(first)})
     run_processes(2, train_all, graph, second, taught, 0)
-    run_processes(2, train_all, graph, tmp_path / "third", student_config(second), 0)
+    run_processes(2, train_all, graph, tmp_path / "third", student_config(second, first), 0)
     assert weights_of(one / "teacher-1" / "teacher-1") == weights_of(first)
     assert weights_of(one / "teacher-1") == weights_of(second)
+    assert not (one / "teacher-2").exists()
     assert weights_of(one) == weights_of(tmp_path / "third")
 
 
