@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11+ and make, nothing else.
+# `make demo` and `make test` need Python 3.11 to 3.14 and make, nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,10 +9,11 @@ STAMP := $(VENV)/.installed
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt launchers/torchrun.py
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 to 3.14 is needed, this is " + sys.version + "; name another: make PYTHON=python3.13") if not (3, 11) <= sys.version_info < (3, 15) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
-	{ echo '#!$(CURDIR)/$(BIN)/python'; cat launchers/torchrun.py; } > $(BIN)/torchrun
+	cp launchers/torchrun.py $(BIN)/torchrun.py
+	printf '%s\n' '#!/bin/sh' 'exec "$$(dirname "$$0")/python" "$$(dirname "$$0")/torchrun.py" "$$@"' > $(BIN)/torchrun
 	touch $@
 
 demo: install

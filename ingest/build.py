@@ -23,7 +23,7 @@ from ingest.place import check_place, put_in_place, working_directory
 from ingest.places import SplitRule
 from ingest.read import Lines, Reader, prefetch
 from ingest.sorting import Rows, sorted_rows
-from ingest.sources import Source, bare_name, find_sources
+from ingest.sources import Source, bare_name, find_sources, require_utf8
 from ingest.split import Moved, check_request, describe_split, move_back
 from ingest.tables import write_entities, write_relations
 
@@ -74,6 +74,9 @@ def ingest_triples(
     if old:
         options = old.split_like_before(options)
     out = options.out or options.append_to or default_out([str(path) for path in inputs], [str(path) for path in train])
+    require_utf8(str(out))
+    if out.is_symlink():
+        out = out.resolve()  # the graph behind the link is what is replaced
     replace = options.force or (old is not None and out.resolve() == old.path.resolve())
     check_place(out, replace)
     run = _Run(sources, options, old, out, replace, progress or (lambda stage, count: None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from ingest.options import IngestOptions, available_threads, memory_limit
+from ingest.options import SPLITS, IngestOptions, available_threads, memory_limit
 
 BATCH_ROWS = 1 << 18
 # Buffers of Python, Arrow and the allocator come on top of what DuckDB counts, so it gets a part of the limit.
@@ -20,6 +20,19 @@ _DUCKDB_SHARE = 0.7
 def quote(text: object) -> str:
     """Write a text as an SQL literal."""
     return "'" + str(text).replace("'", "''") + "'"
+
+
+def parquet(files: Iterable[Path]) -> str:
+    """Write files as a table of SQL: names in a list are taken as they are, and folders add no columns."""
+    return f"read_parquet([{', '.join(map(quote, files))}], hive_partitioning = false)"
+
+
+def select_ids(graph: Path) -> str:
+    """Write the query for all triples of a graph as ids: split, source, relation, target."""
+    files = {split: sorted((graph / "triples" / f"split={split}").glob("*.parquet")) for split in SPLITS}
+    return " UNION ALL ".join(
+        f"SELECT '{split}' AS split, * FROM {parquet(own)}" for split, own in files.items() if own
+    )
 
 
 class Scratch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import duckdb
 
-from ingest.database import quote
+from ingest.database import parquet, quote, select_ids
 from ingest.errors import IngestError
 from ingest.leakage import find_leaks, find_pairs
 from ingest.manifest import check_sizes, read_manifest, verify
@@ -48,12 +48,9 @@ def _open_ids(graph: Path, spill: Path) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(":memory:")
     connection.execute(f"SET temp_directory = {quote(spill)}")
     connection.execute("SET enable_progress_bar = false")
-    files = [str(path) for split in SPLITS for path in sorted((graph / "triples" / f"split={split}").glob("*.parquet"))]
-    listing = ", ".join(quote(path) for path in files)
-    connection.execute(f"CREATE VIEW ids AS SELECT * FROM read_parquet([{listing}], hive_partitioning = true)")
+    connection.execute(f"CREATE VIEW ids AS {select_ids(graph)}")
     for table in ("entities", "relations"):
-        path = quote(graph / f"{table}.parquet")
-        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM read_parquet([{path}])")
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {parquet([graph / f'{table}.parquet'])}")
     return connection
 
 

@@ -48,9 +48,11 @@ def _remove(work: Path) -> None:
     Manifests go first: a graph half removed does not open as one. The lock goes last: by it the next ingest finds
     the rest.
     """
-    for manifest in work.glob("*/manifest.json"):
-        manifest.unlink(missing_ok=True)
-    for entry in work.iterdir():
+    entries = [entry for entry in work.iterdir() if not entry.is_symlink()]  # what a link points to is not ours
+    for entry in entries:
+        if entry.is_dir():
+            (entry / "manifest.json").unlink(missing_ok=True)
+    for entry in entries:
         if entry.name != _LOCK:
             shutil.rmtree(entry, ignore_errors=True)
     shutil.rmtree(work, ignore_errors=True)

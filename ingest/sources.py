@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ _COMPRESSION_SUFFIXES = (".gz", ".zst", ".zstd", ".bz2")
 _SPLIT_WORD = re.compile(
     r"(?:^|[-_.])(?:(?P<train>train(?:ing)?)|(?P<valid>val(?:id(?:ation)?)?|dev)|(?P<test>test(?:ing)?))(?=$|[-_.0-9])"
 )
+_PART_NUMBER = re.compile(r"[-_.]?(?:part[-_.]?)?\d+(?:[-_.]?of[-_.]?\d+)?")
 _MAGIC = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 _BZ2_MAGIC = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")
 
@@ -67,7 +69,20 @@ def find_sources(inputs: Sequence[str], given: dict[str, Sequence[str]], format_
         sources = [_source(path, None, format_) for path in _expand(inputs)]
     if sum(source.path == "-" for source in sources) > 1:
         raise IngestError("- (standard input) can be named once only")
+    for source in sources:
+        require_utf8(source.path)
     return sources
+
+
+def require_utf8(path: str) -> None:
+    """Raise IngestError where a name cannot be written into a manifest."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+        raise IngestError(
+            f"the name {shown} is not UTF-8; rename the file, or give it another name by a link"
+        ) from None
 
 
 def _expand(paths: Sequence[str]) -> list[str]:
@@ -146,7 +161,10 @@ def _directory(folder: Path, format_: str) -> list[Source]:
     for split, members in by_split.items():
         stems: dict[str, Path] = {}
         for file in members:
-            other = stems.setdefault(bare_name(file.name).lower(), file)
+            stem = bare_name(file.name).lower()
+            other = stems.setdefault(stem, file)
+            if other is file and _PART_NUMBER.sub("", stem) != _PART_NUMBER.sub("", next(iter(stems))):
+                other = members[0]  # not a part of the same, but such as test.txt and test_negatives.txt
             if other is not file:
                 raise IngestError(f"{folder} holds both {other.name} and {file.name}; say which one with --{split}")
     return [_source(str(file), split, format_) for split in SPLITS for file in by_split[split]]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import duckdb
 
-from ingest.database import quote
+from ingest.database import parquet, quote, select_ids
 from ingest.errors import IngestError
 from ingest.manifest import check_sizes, read_manifest
 
@@ -26,19 +28,17 @@ def open_views(graph: Path) -> duckdb.DuckDBPyConnection:
     """
     manifest = read_manifest(graph)
     check_sizes(graph, manifest)
+    root = graph.resolve()
     connection = duckdb.connect(":memory:")
-    connection.execute(f"SET allowed_directories = [{quote(graph.resolve())}]")
+    connection.execute(f"SET allowed_directories = [{quote(root)}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET enable_progress_bar = false")
-    root = str(graph.resolve()).replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
-    for table in ("entities", "relations"):
-        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM read_parquet({quote(f'{root}/{table}.parquet')})")
-    if "rejects.parquet" in manifest["files"]:
-        connection.execute(f"CREATE VIEW rejects AS SELECT * FROM read_parquet({quote(f'{root}/rejects.parquet')})")
-    ids = f"read_parquet({quote(f'{root}/triples/*/*.parquet')}, hive_partitioning = true)"
+    tables = ["entities", "relations", *(["rejects"] if "rejects.parquet" in manifest["files"] else [])]
+    for table in tables:
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {parquet([root / f'{table}.parquet'])}")
     connection.execute(
         "CREATE VIEW triples AS SELECT x.split AS split, s.label AS source, r.label AS relation, t.label AS target, "
-        f"x.source AS source_id, x.relation AS relation_id, x.target AS target_id FROM {ids} x "
+        f"x.source AS source_id, x.relation AS relation_id, x.target AS target_id FROM ({select_ids(root)}) x "
         "JOIN entities s ON s.entity_id = x.source JOIN relations r ON r.relation_id = x.relation "
         "JOIN entities t ON t.entity_id = x.target"
     )
@@ -47,8 +47,9 @@ def open_views(graph: Path) -> duckdb.DuckDBPyConnection:
 
 def run_query(graph: Path, query: str, output: str, stream: TextIO) -> None:
     """Run a query on a graph's views and print the result as a table, CSV or JSON; raise IngestError in one line."""
-    connection = open_views(graph)
+    connection = None
     try:
+        connection = open_views(graph)
         result = connection.execute(only_select(query))
         names = [column[0] for column in result.description or []]
         printer = {"table": _print_table, "csv": _print_csv, "json": _print_json}[output]
@@ -57,7 +58,8 @@ def run_query(graph: Path, query: str, output: str, stream: TextIO) -> None:
         text = " ".join(str(error).split())
         raise IngestError(f"the query failed: {text} (views: triples, entities, relations)") from None
     finally:
-        connection.close()
+        if connection:
+            connection.close()
 
 
 def only_select(query: str) -> duckdb.Statement:
@@ -101,6 +103,27 @@ def _print_csv(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: Te
 
 
 def _print_json(names: Sequence[str], rows: Sequence[tuple[Any, ...]], stream: TextIO) -> None:
-    plain = ([None if value != value else _plain(value) for value in row] for row in rows)  # JSON has no NaN
-    records = (json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, default=str) for row in plain)
+    plain = (dict(zip(_distinct(names), map(_jsonable, row), strict=True)) for row in rows)
+    records = (json.dumps(record, ensure_ascii=False, default=str, allow_nan=False) for record in plain)
     stream.write("[" + ",\n ".join(records) + "]\n")
+
+
+def _jsonable(value: Any) -> Any:
+    """Give a value as JSON can hold it, which knows no NaN or infinity, and only text as a key."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {str(_plain(key)): _jsonable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_jsonable(each) for each in value]
+    return _plain(value)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Number columns of the same name: label, label_1."""
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{i}" if i else name for i in itertools.count())
+        found.append(next(each for each in numbered if each not in found))
+    return found

@@ -15,7 +15,7 @@ get the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +34,10 @@ from sattle_dist.runtime import Place, choose_device, joined
 from sattle_dist.topk import Floats, fetch_rows
 
 
-def load_run(path: str | Path, *, device: str = "auto") -> Run:
+def load_run(path: str | Path, *, device: str = "auto", checkpoint: str = "best") -> Run:
     """Open the run directory that `sattle train` wrote, on `cpu`, `cuda`, or the best there is.
 
+    The checkpoint is `best`, `latest`, or the name of one.
     Raises UserError (a ValueError) with one line for what a user can mend. A process group that the program has is used
     and left alone. Elsewhere one of this process alone is made to read the checkpoint, and taken apart again; in a
     program that torchrun started, one of its processes is made and stays. Every rank must call it.
@@ -44,9 +45,9 @@ def load_run(path: str | Path, *, device: str = "auto") -> Run:
     if dist.is_initialized():
         chosen = choose_device(device, Place.from_environment())
         require_backends(chosen)
-        return Run(*open_run(Path(path), Group(), chosen))
+        return Run(*open_run(Path(path), Group(), chosen, checkpoint))
     with joined(RunConfig(device=device, threads=torch.get_num_threads())) as (group, chosen):
-        return Run(*open_run(Path(path), group, chosen))
+        return Run(*open_run(Path(path), group, chosen, checkpoint))
 
 
 def require_backends(device: torch.device) -> None:
@@ -127,11 +128,11 @@ class Run:
         vector: Floats = self.vectors([entity])[0]
         return vector
 
-    def vectors(self, entities: Sequence[str]) -> Floats:
+    def vectors(self, entities: Iterable[str]) -> Floats:
         """Give the embeddings [n, dim] of entities, in their order."""
         if isinstance(entities, str):
             raise ConfigError(f"vectors takes a list of labels, got the single label {entities!r}; use vector")
-        ids = self._labels.find_all(entities, "entities")
+        ids = self._labels.find_all(list(entities), "entities")
         if not len(ids):
             return np.empty((0, self.config.model.dim), np.float32)
         vectors: Floats = fetch_rows(self._learner, ids).cpu().numpy()
@@ -140,7 +141,7 @@ class Run:
     def relation_vector(self, relation: str, *, inverse: bool = False) -> Floats:
         """Give the embedding [dim] of a relation, or of its inverse."""
         place = self._labels.find(relation, "relations") + (self.graph.num_relations if inverse else 0)
-        vector: Floats = self._learner.model.relations[place].detach().cpu().numpy()
+        vector: Floats = self._learner.model.relations[place].detach().cpu().numpy().copy()
         return vector
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ingest.errors import IngestError
+from ingest.place import working_directory
 from sattle_dist.config import ConfigError, UserError
 from sattle_dist.files import is_written_through
 from sattle_dist.graph import SPLITS, Graph
@@ -67,16 +67,16 @@ def predict_file(
     group = learner.group
     scratch, problem = "", ""
     report = BulkReport(num_queries=0, num_skipped=0)
-    if group.rank == 0:
-        try:
-            check_place(out)
-            if out.exists() and queries.exists() and out.samefile(queries):
-                raise ConfigError(f"{out} is the file of queries and would be lost; name another for the answers")
-            scratch = tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent)
-            report = read_queries(graph, queries, Path(scratch), skip_unknown=skip_unknown)
-        except (UserError, OSError) as error:
-            problem = str(error)
-    try:
+    with contextlib.ExitStack() as stack:
+        if group.rank == 0:
+            try:
+                check_place(out)
+                if out.exists() and queries.exists() and out.samefile(queries):
+                    raise ConfigError(f"{out} is the file of queries and would be lost; name another for the answers")
+                scratch = str(stack.enter_context(working_directory(out.absolute())))
+                report = read_queries(graph, queries, Path(scratch), skip_unknown=skip_unknown)
+            except (UserError, IngestError, OSError) as error:
+                problem = str(error)
         if group.world_size > 1:
             scratch, report, problem = group.share((scratch, report, problem))
         if problem:
@@ -87,9 +87,6 @@ def predict_file(
             write_answers(graph, Path(scratch), out)
         if group.world_size > 1:
             group.barrier()
-    finally:
-        if group.rank == 0 and scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
     return report
 
 

@@ -85,6 +85,7 @@ def export(
         raise ConfigError(f"{out} is there already; choose another --out, or replace it with --force")
     if out.exists():
         require_own(out)
+        out = out.resolve()  # what is behind a link is replaced, not the link
     trained = find_trained(run_dir, which)
     partial, old = (out.absolute().with_name(f".{out.name}.{state}") for state in ("partial", "old"))
     try:

@@ -29,7 +29,7 @@ def quote(text: object) -> str:
 def parquet(file: Path, options: str = "") -> str:
     """Write the SQL that reads this very Parquet file, also where its name has the signs of a glob."""
     name = str(file.absolute()).replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
-    return f"read_parquet({quote(name)}{options})"
+    return f"read_parquet({quote(name)}, hive_partitioning = false{options})"
 
 
 def labels_sql(graph: Graph, table: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sattle_dist.commands.errors import one_line_errors
-from sattle_dist.commands.options import given_arguments, job_options
+from sattle_dist.commands.options import checkpoint_option, given_arguments, job_options
 
 if TYPE_CHECKING:
     from sattle_dist.collectives import Group
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     type=click.IntRange(0, 1000),
     help="Test queries to answer on the page; with 0 the table is not loaded.",
 )
+@checkpoint_option
 @job_options
 @one_line_errors
-def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, threads: int, timeout: float) -> None:
+def report(
+    run: Path, out: Path | None, samples: int, which: str, nproc: int, device: str, threads: int, timeout: float
+) -> None:
     """Write one self-contained HTML page about a run.
 
     Training curves, validation MRR, metrics by relation and direction, positions, degrees, times, sample predictions,
@@ -55,7 +58,7 @@ def report(run: Path, out: Path | None, samples: int, nproc: int, device: str, t
         click.echo(f"{file}")
 
     def work(group: Group, device: Any) -> None:
-        learner, graph, _ = open_run(run, group, device)
+        learner, graph, _ = open_run(run, group, device, which)
         found = sample_predictions(learner, graph, samples)
         if group.rank == 0:
             write(found)

@@ -69,6 +69,12 @@ def test_signals_save_and_end_all_processes_with_a_message(
     assert Path(saved[1]).name == checkpoint.name_of(facts["epoch"], facts["step"])
 
 
+def take_terminal() -> None:
+    """Make standard input the terminal of this process, which heeds SIGHUP even where the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_terminal_that_closes_ends_a_run_which_saves_first(nproc: int, tmp_path: Path) -> None:
     """The terminal is gone by then, so every message fails."""
@@ -78,7 +84,7 @@ def test_a_terminal_that_closes_ends_a_run_which_saves_first(nproc: int, tmp_pat
         **dict.fromkeys(("stdin", "stdout", "stderr"), its),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )
     try:
         os.close(its)

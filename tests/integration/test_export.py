@@ -146,6 +146,12 @@ def test_an_export_is_replaced_only_on_demand(
     assert "is there already; choose another --out, or replace it with --force" in refused.stderr
     assert export(run, "--out", out, "--force").exit_code == 0
     assert not (out / "vectors.npy").exists()
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    for _ in range(2):  # what is behind a link is replaced
+        assert export(run, "--format", "npy", "--out", link, "--force").exit_code == 0
+        assert link.is_symlink()
+        assert (out / "vectors.npy").exists()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.txt").write_text("years of work")
     refused = export(run, "--out", tmp_path / "own", "--force")

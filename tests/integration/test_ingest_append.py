@@ -72,6 +72,20 @@ def test_appending_what_is_there_changes_nothing(graph, tmp_path):
     assert after["lines"]["duplicates"] == before["lines"]["duplicates"] + len(FIRST)
 
 
+@pytest.mark.parametrize("where", ["absolute", "relative"])
+def test_a_graph_behind_a_link_is_grown(graph, tmp_path, where):
+    link = tmp_path / "link"
+    link.symlink_to(graph if where == "absolute" else graph.name)
+    before = manifest(graph)["splits"]["train"]["triples"]
+    more = write(tmp_path / "more.tsv", MORE)
+    ingest_triples(train=[more], options=IngestOptions(append_to=link))
+    assert link.is_symlink()
+    assert manifest(graph)["splits"]["train"]["triples"] > before
+    ingest_triples([more], options=IngestOptions(out=link, force=True))
+    assert link.is_symlink()
+    assert manifest(graph)["lines"]["read"] == len(MORE)
+
+
 def test_given_splits_and_another_place(graph, tmp_path):
     before = manifest(graph)
     ingest_triples(

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from ingest import IngestError, IngestOptions, ingest_triples
 from ingest.build import _explain
 from ingest.cli import ingest
+from ingest.sources import find_sources
 from tests.ingest_reference import check_index, labelled, manifest
 
 GOOD = b"a\tr\tb\nb\tr\ta\n"
@@ -148,6 +149,28 @@ def test_impossible_requests(arguments, message, folder):
     for name in ("good.nt", "good.parquet"):  # options are checked before anything is read
         (folder / name).touch()
     assert message in refuse(*(argument.format(folder) for argument in arguments))
+
+
+def test_names_that_no_manifest_can_hold(folder):
+    name = os.fsdecode(b"caf\xe9.tsv")
+    (folder / name).write_bytes(GOOD)
+    assert "caf\\xe9.tsv is not UTF-8" in refuse(folder / name, "--out", folder / "graph")
+    assert "caf\\xe9.tsv is not UTF-8" in refuse(folder / "good.tsv", "--out", folder / name)
+
+
+@pytest.mark.parametrize("other", ["test_negatives.txt", "hard-test.txt"])
+def test_files_of_one_split_that_are_no_parts_are_ambiguous(other, folder):
+    for name in ("train.txt", "test.txt", other):
+        (folder / name).write_bytes(GOOD)
+    first, second = sorted(["test.txt", other])
+    assert f"holds both {first} and {second}; say which one with --test" in refuse(folder, "--out", folder / "graph")
+
+
+def test_parts_of_one_split_are_taken_together(folder):
+    for name in ("train-00001-of-00002.tsv", "train-00002-of-00002.tsv", "test.tsv", "test2.tsv", "valid.part-0.tsv"):
+        (folder / name).write_bytes(GOOD)
+    sources = find_sources([str(folder)], {}, "auto")
+    assert [source.split for source in sources] == ["train", "train", "valid", "test", "test"]
 
 
 def test_two_files_of_one_name_are_ambiguous(folder):

@@ -222,6 +222,30 @@ def test_sql_pivots_and_writes_what_csv_and_json_can_hold(graph):
     values = "SELECT 'ab'::BLOB AS bytes, 'nan'::DOUBLE AS number"
     assert run(sql, graph, values, "--format", "csv").stdout.splitlines()[1] == "ab,nan"
     assert json.loads(run(sql, graph, values, "--format", "json").stdout) == [{"bytes": "ab", "number": None}]
+    odd = "SELECT 1 AS a, 2 AS a, 3 AS a_1, ['inf'::DOUBLE, 1] AS b, MAP {DATE '2020-01-02': 'nan'::FLOAT} AS c"
+    (row,) = json.loads(run(sql, graph, odd, "--format", "json").stdout, parse_constant=pytest.fail)
+    assert row == {"a": 1, "a_1": 2, "a_1_1": 3, "b": [None, 1.0], "c": {"2020-01-02": None}}
+
+
+@pytest.mark.parametrize("folder", ["a[1]*?", "source=7", "it's"])
+def test_graphs_in_odd_folders_are_read(graph, folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    moved = graph.rename(tmp_path / folder / "graph")
+    query = "SELECT count(*), min(source), max(split) FROM triples"
+    assert run(sql, moved, query, "--format", "csv").stdout.splitlines()[1] == f"{facts_count(moved)},a,valid"
+
+
+def facts_count(graph):
+    """Count the triples by what `sattle info` says of each split."""
+    return sum(said["triples"] for said in facts(graph)["splits"].values())
+
+
+def test_sql_on_a_damaged_file_is_one_line(graph):
+    path = graph / "entities.parquet"
+    path.write_bytes(bytes(path.stat().st_size))
+    result = run(sql, graph, "SELECT 1")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "entities.parquet" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,12 @@ def triples(tmp_path_factory):
 
 def start(triples, out):
     command = [sys.executable, "-m", "ingest.cli", str(triples), "--out", str(out), "--force"]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heed_sighup)
+
+
+def heed_sighup():
+    """The tests may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def check_everything_that_opens(folder):

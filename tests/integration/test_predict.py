@@ -143,8 +143,13 @@ def test_a_parquet_file_of_queries(families_run: Path, tmp_path: Path) -> None:
     assert "q.parquet name what the graph does not hold, first query 3" in refused.stderr
     assert "no entity is called 'nobody'" in refused.stderr
     assert not list(tmp_path.glob(".a*"))
+    left = tmp_path / ".a.parquet.ingest-killed"  # by a process that was killed in the middle
+    left.mkdir()
+    (left / ".lock").touch()
+    (left / "scratch.duckdb").touch()
     done = predict(families_run, *request, "--skip-unknown", "--new-only")
     assert done.exit_code == 0, done.output
+    assert not left.exists()
     assert "2 queries answered" in done.stdout
     assert "1 with unknown labels left out" in done.stdout
     rows = duckdb.sql(f"SELECT query, asked, source, target, known_in FROM '{tmp_path}/a.parquet'").fetchall()
@@ -163,6 +168,10 @@ def test_vectors(run: Run) -> None:
     both = [run.relation_vector("mother_of", inverse=inverse) for inverse in (False, True)]
     assert [vector.shape for vector in both] == [(run.config.model.dim,)] * 2
     assert (both[0] != both[1]).any()
+    before = both[0].copy()
+    both[0] *= 100  # the caller's own, not the model's
+    assert (run.relation_vector("mother_of") == before).all()
+    assert (run.vectors(label for label in labels) == vectors).all()
 
 
 @pytest.mark.parametrize(
