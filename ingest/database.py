@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -22,16 +22,16 @@ def quote(text: object) -> str:
     return "'" + str(text).replace("'", "''") + "'"
 
 
-def parquet(files: Iterable[Path]) -> str:
+def parquet(*files: Path, options: str = "") -> str:
     """Write files as a table of SQL: names in a list are taken as they are, and folders add no columns."""
-    return f"read_parquet([{', '.join(map(quote, files))}], hive_partitioning = false)"
+    return f"read_parquet([{', '.join(map(quote, files))}], hive_partitioning = false{options})"
 
 
 def select_ids(graph: Path) -> str:
     """Write the query for all triples of a graph as ids: split, source, relation, target."""
     files = {split: sorted((graph / "triples" / f"split={split}").glob("*.parquet")) for split in SPLITS}
     return " UNION ALL ".join(
-        f"SELECT '{split}' AS split, * FROM {parquet(own)}" for split, own in files.items() if own
+        f"SELECT '{split}' AS split, * FROM {parquet(*own)}" for split, own in files.items() if own
     )
 
 

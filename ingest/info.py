@@ -50,7 +50,7 @@ def _open_ids(graph: Path, spill: Path) -> duckdb.DuckDBPyConnection:
     connection.execute("SET enable_progress_bar = false")
     connection.execute(f"CREATE VIEW ids AS {select_ids(graph)}")
     for table in ("entities", "relations"):
-        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {parquet([graph / f'{table}.parquet'])}")
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {parquet(graph / f'{table}.parquet')}")
     return connection
 
 

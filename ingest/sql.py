@@ -35,7 +35,7 @@ def open_views(graph: Path) -> duckdb.DuckDBPyConnection:
     connection.execute("SET enable_progress_bar = false")
     tables = ["entities", "relations", *(["rejects"] if "rejects.parquet" in manifest["files"] else [])]
     for table in tables:
-        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {parquet([root / f'{table}.parquet'])}")
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {parquet(root / f'{table}.parquet')}")
     connection.execute(
         "CREATE VIEW triples AS SELECT x.split AS split, s.label AS source, r.label AS relation, t.label AS target, "
         f"x.source AS source_id, x.relation AS relation_id, x.target AS target_id FROM ({select_ids(root)}) x "

@@ -20,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ingest.database import parquet, quote
 from ingest.errors import IngestError
 from ingest.place import working_directory
 from sattle_dist.config import ConfigError, UserError
 from sattle_dist.files import is_written_through
 from sattle_dist.graph import SPLITS, Graph
-from sattle_dist.labels import Labels, labels_sql, parquet, quote
+from sattle_dist.labels import Labels, labels_sql
 from sattle_dist.learner import Learner
 from sattle_dist.predict import Prediction, known_facts, splits_holding
 from sattle_dist.progress import Progress
@@ -165,11 +166,11 @@ def read_sql(file: Path) -> str:
         table = parquet(file)
     else:
         columns = {"source", "relation", "target"}
-        name = parquet(file).removeprefix("read_parquet(").removesuffix(")")
+        name = f"[{quote(file)}]"
         kinds = "{'source': 'VARCHAR', 'relation': 'VARCHAR', 'target': 'VARCHAR', 'more': 'VARCHAR'}"
         # No sign but the tab and the line end means anything, as in sattle-ingest.
         table = f"read_csv({name}, columns = {kinds}, delim = '\t', quote = '', escape = '', header = false, "
-        table += "auto_detect = false, null_padding = true, strict_mode = false)"
+        table += "auto_detect = false, null_padding = true, strict_mode = false, hive_partitioning = false)"
     fields = [
         f"nullif(nullif({name}::VARCHAR, '?'), '') AS {name}" if name in columns else f"NULL::VARCHAR AS {name}"
         for name in ("source", "relation", "target")

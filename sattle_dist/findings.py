@@ -9,10 +9,10 @@ from typing import Any
 
 import duckdb
 
+from ingest.database import parquet
 from sattle_dist import checkpoint
 from sattle_dist.config import Config, ConfigError, load_toml
 from sattle_dist.graph import Graph
-from sattle_dist.labels import parquet
 from sattle_dist.run import newest_readable, open_graph
 
 POSITION_ENDS = (1, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000, 100_000, 1_000_000)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
+from ingest.database import parquet
 from sattle_dist.config import UserError
 from sattle_dist.graph import Graph, GraphError, Int64s
 
@@ -21,20 +21,9 @@ class UnknownLabel(UserError):
     """A label the graph does not hold."""
 
 
-def quote(text: object) -> str:
-    """Write a text as an SQL literal."""
-    return "'" + str(text).replace("'", "''") + "'"
-
-
-def parquet(file: Path, options: str = "") -> str:
-    """Write the SQL that reads this very Parquet file, also where its name has the signs of a glob."""
-    name = str(file.absolute()).replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
-    return f"read_parquet({quote(name)}, hive_partitioning = false{options})"
-
-
 def labels_sql(graph: Graph, table: str) -> str:
     """Write the SQL of (id, label) of `entities` or `relations`: every row stands at the place of its id."""
-    file = parquet(graph.path / f"{table}.parquet", ", file_row_number = true")
+    file = parquet(graph.path / f"{table}.parquet", options=", file_row_number = true")
     return f"(SELECT file_row_number AS id, label FROM {file})"
 
 
