@@ -58,12 +58,12 @@ def ingest_one(path, out, **options):
         ("t.txt", tsv().replace(b"\n", b"\r\n")),
         ("t", b"\xef\xbb\xbf" + tsv()),
         ("t.csv", csv()),
-        ("t.tsv.gz", gzip.compress(tsv())),
-        ("t.tsv.gz", gzip.compress(tsv()[:30]) + gzip.compress(tsv()[30:])),  # two members
+        ("t.tsv.gz", gzip.compress(tsv(), mtime=0)),
+        ("t.tsv.gz", gzip.compress(tsv()[:30], mtime=0) + gzip.compress(tsv()[30:], mtime=0)),  # two members
         ("t.tsv.zst", zstd(tsv())),
         ("t.tsv.bz2", bz2.compress(tsv())),
-        ("t.csv.gz", gzip.compress(csv())),
-        ("misnamed.tsv", gzip.compress(tsv())),  # known by its first bytes
+        ("t.csv.gz", gzip.compress(csv(), mtime=0)),
+        ("misnamed.tsv", gzip.compress(tsv(), mtime=0)),  # known by its first bytes
         ("t.parquet", parquet()),
         ("t.pq", parquet(kind=pa.large_string(), names=("s", "p", "o"))),
         ("t.parquet", parquet(kind=pa.binary())),
@@ -171,7 +171,7 @@ def test_names():
 
 def test_graph_is_named_after_its_input(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "wiki.tsv.gz").write_bytes(gzip.compress(tsv()))
+    (tmp_path / "wiki.tsv.gz").write_bytes(gzip.compress(tsv(), mtime=0))
     result = CliRunner().invoke(ingest, ["wiki.tsv.gz"])
     assert result.exit_code == 0, result.output
     assert manifest(tmp_path / "wiki.graph")["name"] == "wiki"

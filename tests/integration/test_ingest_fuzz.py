@@ -29,7 +29,7 @@ def seeds():
     pq.write_table(pa.table(dict(zip("srt", zip(*triples, strict=True), strict=True))), sink)
     zst = pa.Codec("zstd").compress(tsv, asbytes=True)
     plain = [("t.tsv", tsv), ("t.csv", csv), ("t.nt", nt)]
-    packed = [("t.tsv.gz", gzip.compress(tsv)), ("t.tsv.zst", zst), ("t.tsv.bz2", bz2.compress(tsv))]
+    packed = [("t.tsv.gz", gzip.compress(tsv, mtime=0)), ("t.tsv.zst", zst), ("t.tsv.bz2", bz2.compress(tsv))]
     return plain * 4 + packed + [("t.parquet", sink.getvalue())]
 
 
