@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
@@ -22,9 +23,14 @@ def quote(text: object) -> str:
     return "'" + str(text).replace("'", "''") + "'"
 
 
+def quote_path(path: Path) -> str:
+    """Write a path as an SQL literal that names this very file: DuckDB reads `[`, `*` and `?` as a pattern."""
+    return quote(re.sub(r"[*?\[]", r"[\g<0>]", str(path)))
+
+
 def parquet(*files: Path, options: str = "") -> str:
-    """Write files as a table of SQL: names in a list are taken as they are, and folders add no columns."""
-    return f"read_parquet([{', '.join(map(quote, files))}], hive_partitioning = false{options})"
+    """Write files as a table of SQL, to which the names of their folders add no columns."""
+    return f"read_parquet([{', '.join(map(quote_path, files))}], hive_partitioning = false{options})"
 
 
 def select_ids(graph: Path) -> str:

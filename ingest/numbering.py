@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from ingest.background import Background
-from ingest.database import Scratch, quote
+from ingest.database import Scratch, parquet
 from ingest.lookup import BYTES_PER_LABEL, LabelTable, Uint64s
 from ingest.places import SplitRule
 
@@ -28,7 +28,7 @@ def number_labels(scratch: Scratch, old: dict[str, Path]) -> None:
     columns = {"entities": "entity_id", "relations": "relation_id"}
     for table, labels in uses.items():
         known = (
-            f"SELECT {columns[table]}::INTEGER AS id, label FROM read_parquet({quote(old[table])})"
+            f"SELECT {columns[table]}::INTEGER AS id, label FROM {parquet(old[table])}"
             if table in old
             else "SELECT 0::INTEGER AS id, ''::VARCHAR AS label WHERE false"
         )

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import duckdb
 
-from ingest.database import parquet, quote, select_ids
+from ingest.database import parquet, quote, quote_path, select_ids
 from ingest.errors import IngestError
 from ingest.manifest import check_sizes, read_manifest
 
@@ -30,7 +30,7 @@ def open_views(graph: Path) -> duckdb.DuckDBPyConnection:
     check_sizes(graph, manifest)
     root = graph.resolve()
     connection = duckdb.connect(":memory:")
-    connection.execute(f"SET allowed_directories = [{quote(root)}]")
+    connection.execute(f"SET allowed_directories = [{quote(root)}, {quote_path(root)}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET enable_progress_bar = false")
     tables = ["entities", "relations", *(["rejects"] if "rejects.parquet" in manifest["files"] else [])]

@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ingest.database import parquet, quote
+from ingest.database import parquet, quote, quote_path
 from ingest.errors import IngestError
 from ingest.place import working_directory
 from sattle_dist.config import ConfigError, UserError
-from sattle_dist.files import is_written_through
+from sattle_dist.files import is_written_through, replacing, require_writable
 from sattle_dist.graph import SPLITS, Graph
 from sattle_dist.labels import Labels, labels_sql
 from sattle_dist.learner import Learner
@@ -66,28 +66,25 @@ def predict_file(
 ) -> BulkReport:
     """Answer every query of a file. Every rank must call it; ranks on other machines must see the folder of `out`."""
     group = learner.group
-    scratch, problem = "", ""
-    report = BulkReport(num_queries=0, num_skipped=0)
     with contextlib.ExitStack() as stack:
-        if group.rank == 0:
+
+        def begin() -> tuple[Path, BulkReport, str]:
             try:
                 check_place(out)
                 if out.exists() and queries.exists() and out.samefile(queries):
                     raise ConfigError(f"{out} is the file of queries and would be lost; name another for the answers")
-                scratch = str(stack.enter_context(working_directory(out.absolute())))
-                report = read_queries(graph, queries, Path(scratch), skip_unknown=skip_unknown)
+                scratch = stack.enter_context(working_directory(out.absolute()))
+                return scratch, read_queries(graph, queries, scratch, skip_unknown=skip_unknown), ""
             except (UserError, IngestError, OSError) as error:
-                problem = str(error)
-        if group.world_size > 1:
-            scratch, report, problem = group.share((scratch, report, problem))
+                return Path(), BulkReport(num_queries=0, num_skipped=0), str(error)
+
+        report: BulkReport
+        scratch, report, problem = group.share(group.on_first(begin))
         if problem:
             raise ConfigError(problem)
         bar = Progress(total_queries=report.num_queries, done_queries=0, shown=progress and group.rank == 0)
-        answer(learner, graph, Path(scratch), top=top, new_only=new_only, progress=bar)
-        if group.rank == 0:
-            write_answers(graph, Path(scratch), out)
-        if group.world_size > 1:
-            group.barrier()
+        answer(learner, graph, scratch, top=top, new_only=new_only, progress=bar)
+        group.on_first(lambda: write_answers(graph, scratch, out))
     return report
 
 
@@ -99,6 +96,7 @@ def check_place(out: Path) -> None:
         raise ConfigError(f"{out} is a folder; name a Parquet file")
     if is_written_through(out):
         raise ConfigError(f"{out} is a link or no file; name a Parquet file that may be replaced")
+    require_writable(out, "--out")
 
 
 @contextlib.contextmanager
@@ -166,10 +164,11 @@ def read_sql(file: Path) -> str:
         table = parquet(file)
     else:
         columns = {"source", "relation", "target"}
-        name = f"[{quote(file)}]"
         kinds = "{'source': 'VARCHAR', 'relation': 'VARCHAR', 'target': 'VARCHAR', 'more': 'VARCHAR'}"
         # No sign but the tab and the line end means anything, as in sattle-ingest.
-        table = f"read_csv({name}, columns = {kinds}, delim = '\t', quote = '', escape = '', header = false, "
+        table = (
+            f"read_csv({quote_path(file)}, columns = {kinds}, delim = '\t', quote = '', escape = '', header = false, "
+        )
         table += "auto_detect = false, null_padding = true, strict_mode = false, hive_partitioning = false)"
     fields = [
         f"nullif(nullif({name}::VARCHAR, '?'), '') AS {name}" if name in columns else f"NULL::VARCHAR AS {name}"
@@ -246,6 +245,5 @@ def write_predictions(predictions: list[Prediction], out: Path) -> None:
         columns[name] = [getattr(p, name) for p in predictions]
     kinds = {"place": pa.int32(), "score": pa.float32(), "share": pa.float32()}
     table = pa.table({name: pa.array(values, kinds.get(name, pa.string())) for name, values in columns.items()})
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    pq.write_table(table, partial)
-    os.replace(partial, out)
+    with replacing(out) as draft:
+        pq.write_table(table, draft)

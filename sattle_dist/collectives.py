@@ -6,12 +6,17 @@ Shapes: B queries on this rank, G = B * world_size, D dim.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+HEARTBEAT_SECONDS = 1.0
+T = TypeVar("T")
 
 
 class Group:
@@ -65,6 +70,8 @@ class Group:
 
     def share(self, value: Any) -> Any:
         """Give every rank the small plain value that rank 0 holds."""
+        if self.world_size == 1:
+            return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -77,6 +84,28 @@ class Group:
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def on_first(self, work: Callable[[], T]) -> T | None:
+        """Let rank 0 do what one process must do alone, however long it takes, and give it the result.
+
+        The others hear from it all the while, so that none takes it for dead (--timeout). What it raises is raised on
+        rank 0 alone.
+        """
+        if self.world_size == 1:
+            return work()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self.rank == 0:
+            Thread(target=run, daemon=True).start()  # which, unlike a pool's, holds up no process that is to end
+        while not self.share(bool(wait([future], HEARTBEAT_SECONDS).done) if self.rank == 0 else None):
+            pass
+        return future.result() if self.rank == 0 else None
 
     def sum_bucket(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Sum a bucket of DistributedDataParallel's gradients, whose default is the mean.

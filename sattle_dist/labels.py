@@ -41,7 +41,10 @@ class Labels:
 
     def find_all(self, wanted: Sequence[str], table: str) -> Int64s:
         """Give the id of each label, or raise UnknownLabel for the first that is none."""
-        self.connection.register("wanted", pa.table({"label": pa.array(wanted, pa.string())}))
+        try:
+            self.connection.register("wanted", pa.table({"label": pa.array(wanted, pa.string())}))
+        except UnicodeEncodeError as error:
+            raise UnknownLabel(f"{error.object!r} is not UTF-8, as all labels are") from None
         rows = self._rows(f"SELECT label, id FROM wanted JOIN {labels_sql(self.graph, table)} USING (label)", [])
         self.connection.unregister("wanted")
         ids = dict(rows)

@@ -118,6 +118,10 @@ def propose(
     """
     relation_id = labels.find(relation, "relations")
     asked = seen_sources(graph, relation_id) if sources == "seen" else np.arange(graph.num_entities)
+    if not len(asked):
+        raise ConfigError(
+            f"train has no fact of {relation!r}, and so no source to ask; --sources all asks every entity"
+        )
     by_share = learner.config.train.loss in SOFTMAXES
     kept = np.empty(0, _TRIPLE)
     for block in blocks(len(asked), top):

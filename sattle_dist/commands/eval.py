@@ -140,23 +140,26 @@ def evaluate_run(
         filtered=not raw,
         on_queries=lambda number: progress.advance(number, f"ranking {split}", None),
     )
-    if group.rank > 0:
-        return
-    protocol = make_protocol(
-        graph,
-        split=split,
-        ties=ties,
-        seed=seed,
-        filtered=not raw,
-        checkpoint=opened.name,
-        epoch=epoch,
-    )
-    result = make_result(positions, graph, protocol, num_resamples=bootstrap or 0)
-    if json_file and str(json_file) != "-":
-        write_json(json_file, result)
-    if positions_file:
-        write_positions(positions_file, positions, graph)
-    progress.line(json.dumps(result, indent=2, ensure_ascii=False) if str(json_file) == "-" else table(result))
+
+    def finish() -> None:
+        protocol = make_protocol(
+            graph,
+            split=split,
+            ties=ties,
+            seed=seed,
+            filtered=not raw,
+            checkpoint=opened.name,
+            epoch=epoch,
+        )
+        result = make_result(positions, graph, protocol, num_resamples=bootstrap or 0)
+        if json_file and str(json_file) != "-":
+            write_json(json_file, result)
+        if positions_file:
+            write_positions(positions_file, positions, graph)
+        progress.clear()
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False) if str(json_file) == "-" else table(result))
+
+    group.on_first(finish)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import termios
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,38 @@ def test_differing_settings_are_refused_on_every_rank() -> None:
         for error, (_, _, message) in zip(errors, DIFFERING, strict=True):
             assert error.startswith(message)
             assert bool(error) == bool(message)
+
+
+def work_while_others_wait(group: Group) -> tuple[int, object, object]:
+    """Give how often the ranks heard from one another during a work that waits for it, and what came of two works."""
+    heard, enough, share = 0, threading.Event(), group.share
+
+    def counted(value: Any) -> Any:
+        nonlocal heard
+        heard += 1
+        if heard == 3:
+            enough.set()
+        return share(value)
+
+    def fail() -> None:
+        raise ConfigError("first fails")
+
+    group.share = counted  # type: ignore[method-assign]
+    try:
+        result, exchanged = group.on_first(lambda: enough.wait(TIMEOUT)), heard
+        try:
+            return exchanged, result, group.on_first(fail)
+        except ConfigError as error:
+            return exchanged, result, str(error)
+    finally:
+        group.share = share  # type: ignore[method-assign]
+
+
+def test_ranks_hear_from_the_first_while_it_works_alone() -> None:
+    """So that a file of queries may take longer to read than --timeout."""
+    (heard, *first), (heard_there, *other) = run_processes(2, work_while_others_wait)
+    assert heard == heard_there >= 3
+    assert (first, other) == ([True, "first fails"], [None, None])
 
 
 def test_every_setting_that_decides_numbers_is_compared() -> None:

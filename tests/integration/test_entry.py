@@ -38,6 +38,13 @@ def test_a_full_disk_is_one_line(command: list[str], graph: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_result_that_cannot_be_written_is_an_error(families_run: Path) -> None:
+    done = run(SATTLE, "eval", families_run / "run", "--json", "-", "--threads", 1, shell=">/dev/full")
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr.splitlines()[-1]
+
+
 def test_closed_streams_are_no_error(graph: Path) -> None:
     done = run(SATTLE, "sql", graph, "SELECT 1", shell=">&-")
     assert (done.returncode, done.stderr) == (0, "")

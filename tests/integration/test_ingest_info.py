@@ -229,7 +229,11 @@ def test_sql_pivots_and_writes_what_csv_and_json_can_hold(graph):
 
 @pytest.mark.parametrize("folder", ["a[1]*?", "source=7", "it's"])
 def test_graphs_in_odd_folders_are_read(graph, folder, tmp_path):
-    (tmp_path / folder).mkdir()
+    """Also beside one that such a name would match, were it a pattern."""
+    for name in (folder, "a1xy"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a1xy" / "one.tsv").write_text("z\tr\tz\n")
+    ingest_triples([tmp_path / "a1xy" / "one.tsv"], options=IngestOptions(out=tmp_path / "a1xy" / "graph"))
     moved = graph.rename(tmp_path / folder / "graph")
     query = "SELECT count(*), min(source), max(split) FROM triples"
     assert run(sql, moved, query, "--format", "csv").stdout.splitlines()[1] == f"{facts_count(moved)},a,valid"

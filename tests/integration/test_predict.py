@@ -65,9 +65,10 @@ def test_a_file_gives_the_evaluators_positions(
 ) -> None:
     """Places among all candidates, without the other known facts before them, are the filtered positions."""
     lines = [f"{s}\t{r}\t?\n?\t{r}\t{t}\n" for s, r, t in sorted(facts["test"])]
-    (tmp_path / "queries.tsv").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "queries[1].tsv").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "queries1.tsv").write_text("another file")  # which that name would match, were it a pattern
     out = tmp_path / "answers.parquet"
-    done = predict(families_run, "--input", tmp_path / "queries.tsv", "--out", out, "--top", 40)
+    done = predict(families_run, "--input", tmp_path / "queries[1].tsv", "--out", out, "--top", 40)
     assert done.exit_code == 0, done.output
     assert f"{2 * len(facts['test']):,} queries answered" in done.stdout
 
@@ -187,6 +188,7 @@ def test_vectors(run: Run) -> None:
         ),
         (["--source", "IRIS_BAKER", "--relation", "mother_of"], "did you mean 'iris_baker'"),
         (["--source", "zzz", "--relation", "mother_of"], "no entity is called 'zzz'"),
+        (["--source", "iris\udcfc", "--relation", "mother_of"], r"'iris\udcfc' is not UTF-8, as all labels are"),
         (["--source", "iris_baker"], "give --relation"),
         (["--relation", "mother_of"], "give --source or --target, and not both"),
         (["--source", "a", "--target", "b", "--relation", "mother_of"], "give --source or --target, and not both"),
