@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ingest.database import Scratch, quote
+from ingest.database import Scratch, parquet
 from ingest.errors import IngestError
 from ingest.manifest import check_sizes, read_manifest
-from ingest.options import SPLITS, IngestOptions
+from ingest.options import SPLITS, IngestOptions, check_fractions
+from ingest.split import Moved
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,31 @@ class OldGraph:
                 f"--seed is {options.seed}, but {self.path} was split with seed {before['seed']}; leave --seed out"
             )
         valid, test = options.valid_fraction, options.test_fraction
-        return replace(
-            options,
-            seed=before["seed"] if hashed else options.seed,
-            valid_fraction=(before["valid_fraction"] if hashed else 0.0) if valid is None else valid,
-            test_fraction=(before["test_fraction"] if hashed else 0.0) if test is None else test,
-        )
+        valid = (before["valid_fraction"] if hashed else 0.0) if valid is None else valid
+        test = (before["test_fraction"] if hashed else 0.0) if test is None else test
+        check_fractions(valid, test)
+        seed = before["seed"] if hashed else options.seed
+        return replace(options, seed=seed, valid_fraction=valid, test_fraction=test)
+
+    def split_with(self, moved: Moved | None) -> dict[str, Any] | None:
+        """Say how the splits came about, with the triples that were moved this time; None where it is not known."""
+        split = self.manifest.get("split")
+        if not (split and split["how"] == "hash" and moved):
+            return split
+        before = split["moved_to_train"]
+        return {**split, "moved_to_train": {name: before[name] + n for name, n in asdict(moved).items()}}
+
+    def require_unchanged(self) -> None:
+        """Raise IngestError where another process has replaced the graph since it was opened."""
+        if read_manifest(self.path) != self.manifest:
+            raise IngestError(f"{self.path} was changed by another process meanwhile, and is left as it is; try again")
 
     def load(self, scratch: Scratch) -> None:
         """Load the old triples as table old, and take out of table triples what is among them, in whatever split."""
         scratch.run("CREATE TABLE old (source INTEGER, relation INTEGER, target INTEGER, split UTINYINT)")
         for number, split in enumerate(SPLITS):
             for part in sorted((self.path / "triples" / f"split={split}").glob("*.parquet")):
-                scratch.run(
-                    f"INSERT INTO old SELECT source, relation, target, {number} "
-                    f"FROM read_parquet([{quote(part)}], hive_partitioning = false)"
-                )
+                scratch.run(f"INSERT INTO old SELECT source, relation, target, {number} FROM {parquet(part)}")
         scratch.run(
             "CREATE TABLE fresh AS SELECT source, relation, target, split FROM triples "
             "ANTI JOIN old USING (source, relation, target)"

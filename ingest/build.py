@@ -19,7 +19,7 @@ from ingest.index import SplitCounts, write_split
 from ingest.manifest import make_manifest
 from ingest.numbering import number_labels, number_triples
 from ingest.options import SPLITS, IngestOptions, memory_limit, package_version, recorded
-from ingest.place import check_place, put_in_place, working_directory
+from ingest.place import check_place, put_in_place, sync, working_directory
 from ingest.places import SplitRule
 from ingest.read import Lines, Reader, prefetch
 from ingest.sorting import Rows, sorted_rows
@@ -162,6 +162,9 @@ class _Run:
         self.progress("checksum", 0)
         manifest = make_manifest(graph, self._facts(num_entities, num_relations, counts, lines, moved))
         self.progress("place", 0)
+        sync(graph)
+        if self.old:
+            self.old.require_unchanged()
         put_in_place(graph, self.out, self.replace)
         return IngestReport(self.out, manifest, self.warnings)
 
@@ -241,7 +244,7 @@ class _Run:
         if self.old:
             inputs = [*self.old.manifest["made_by"]["inputs"], *inputs]
             name = self.options.name or self.old.manifest["name"]
-            split = self.old.manifest.get("split", split)
+            split = self.old.split_with(moved) or split
         return {
             "name": name,
             "num_entities": num_entities,

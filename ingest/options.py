@@ -93,7 +93,7 @@ class IngestOptions:
             raise IngestError(f"--threads must be from 1 to 1024, got {self.threads}")
         if self.memory_limit is not None and self.memory_limit < MIN_MEMORY:
             raise IngestError(f"--memory-limit must be at least {MIN_MEMORY >> 20}MiB, got {self.memory_limit} bytes")
-        check_fractions(self.valid_fraction, self.test_fraction)
+        check_fractions(self.valid_fraction, self.test_fraction, together=self.append_to is None)
 
     def require_effect(self, formats: set[str]) -> None:
         """Raise IngestError for the first option that no input of these formats has a use for."""
@@ -119,12 +119,14 @@ class IngestOptions:
         return DEFAULT_FRACTION if valid is None else valid, DEFAULT_FRACTION if test is None else test
 
 
-def check_fractions(valid: float | None, test: float | None) -> None:
-    """Raise IngestError unless both shares can be had at once with something left to train on."""
+def check_fractions(valid: float | None, test: float | None, *, together: bool = True) -> None:
+    """Raise IngestError unless both shares can be had, and at once, with something left to train on."""
     for flag, value in (("--valid-fraction", valid), ("--test-fraction", test)):
         if value is not None and not 0 <= value < 1:
             nearest = 0 if not value > 0 else 0.99
             raise IngestError(f"{flag} must be at least 0 and below 1, got {value}; nearest possible: {nearest}")
+    if not together:
+        return
     used_valid = DEFAULT_FRACTION if valid is None else valid
     used_test = DEFAULT_FRACTION if test is None else test
     total = used_valid + used_test

@@ -111,18 +111,17 @@ def check_place(out: Path, replace: bool) -> None:
 
 def put_in_place(graph: Path, out: Path, replace: bool) -> None:
     """Rename a finished graph to `out`, exchanging it with the old one where `replace` allows."""
-    _sync(graph)
     check_place(out, replace)
     try:
         os.rename(graph, out)
     except OSError:
         if not replace:
             raise IngestError(f"{out} appeared meanwhile; --force replaces it") from None
-        _exchange(graph, out)
+        exchange(graph, out)
     _sync_directory(out.parent)
 
 
-def _exchange(graph: Path, out: Path) -> None:
+def exchange(graph: Path, out: Path) -> None:
     """Swap two directories, at one stroke where the system can; the old graph is left at `graph`."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
@@ -135,7 +134,7 @@ def _exchange(graph: Path, out: Path) -> None:
     os.rename(aside, graph)
 
 
-def _sync(graph: Path) -> None:
+def sync(graph: Path) -> None:
     """Make sure that the files are on disk before the name is."""
     for folder, _, files in os.walk(graph):
         for name in files:

@@ -16,7 +16,6 @@ Nothing is held but a batch of rows. The folder is written beside its place and 
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -31,6 +30,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from safetensors.numpy import save
 
+from ingest.errors import IngestError
+from ingest.place import exchange, working_directory
 from sattle_dist import __version__
 from sattle_dist import checkpoint as checkpoints
 from sattle_dist.config import Config, ConfigError, to_toml
@@ -87,21 +88,17 @@ def export(
         require_own(out)
         out = out.resolve()  # what is behind a link is replaced, not the link
     trained = find_trained(run_dir, which)
-    partial, old = (out.absolute().with_name(f".{out.name}.{state}") for state in ("partial", "old"))
     try:
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir(parents=True)
-        FORMATS[format](trained, partial, on_rows)
-        write_model(trained, partial)
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+        with working_directory(out.absolute()) as work:
+            (work / "new").mkdir()
+            FORMATS[format](trained, work / "new", on_rows)
+            write_model(trained, work / "new")
+            if out.exists():
+                exchange(work / "new", out)  # so that an export is there at every moment
+            else:
+                (work / "new").rename(out)
+    except (OSError, IngestError) as error:
         raise ConfigError(f"{out} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return trained
 
 

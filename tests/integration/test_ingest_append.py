@@ -1,5 +1,6 @@
 """A graph grows without moving what is in it."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -7,6 +8,7 @@ import pytest
 
 from ingest import IngestError, IngestOptions, ingest_triples
 from ingest.manifest import read_manifest, verify
+from ingest.places import split_of
 from tests.ingest_reference import check_degrees, check_index, labelled, labels, manifest
 
 FIRST = [(f"e{i:02}", f"r{i % 3}", f"e{(i * 7 + 1) % 40:02}") for i in range(40)]
@@ -70,6 +72,51 @@ def test_appending_what_is_there_changes_nothing(graph, tmp_path):
     after = manifest(graph)
     assert after["checksum"] == before["checksum"]
     assert after["lines"]["duplicates"] == before["lines"]["duplicates"] + len(FIRST)
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name(graph, tmp_path):
+    (tmp_path / "g1").mkdir()
+    ingest_triples(
+        [write(tmp_path / "other.tsv", [("x", "y", "z")])], options=IngestOptions(out=tmp_path / "g1", force=True)
+    )
+    odd = graph.rename(tmp_path / "g[1]")
+    ingest_triples([write(tmp_path / "more.tsv", MORE)], options=IngestOptions(append_to=odd))
+    assert set.union(*labelled(odd).values()) == {*FIRST, *MORE}
+
+
+def test_a_graph_that_another_process_has_grown_meanwhile_is_left(graph, tmp_path):
+    """Else what that one has added would be lost."""
+    more, other = write(tmp_path / "more.tsv", MORE), write(tmp_path / "other.tsv", [("e00", "r0", "other")])
+    ingested = []
+
+    def grow(stage, count):
+        if stage == "labels" and not ingested:
+            ingested.append(ingest_triples([other], options=IngestOptions(append_to=graph)))
+
+    with pytest.raises(IngestError, match="was changed by another process meanwhile"):
+        ingest_triples([more], options=IngestOptions(append_to=graph), progress=grow)
+    assert manifest(graph)["checksum"] == ingested[0].manifest["checksum"]
+    assert set.union(*labelled(graph).values()) == {*FIRST, ("e00", "r0", "other")}
+
+
+def test_triples_moved_to_train_are_counted_with_those_before(graph, tmp_path):
+    before = manifest(graph)["split"]["moved_to_train"]
+    more = [(f"n{i}", "r0", f"m{i}") for i in range(40)]  # each alone with its entities, so none can be held out
+    ingest_triples([write(tmp_path / "more.tsv", more)], options=IngestOptions(append_to=graph))
+    after = manifest(graph)["split"]["moved_to_train"]
+    options = IngestOptions(seed=5, valid_fraction=0.2, test_fraction=0.1)
+    moved = Counter(split_of(*triple, options) for triple in more)
+    assert moved["valid"] * moved["test"] > 0
+    assert after == {split: before[split] + moved[split] for split in before}
+
+
+def test_fractions_that_leave_nothing_with_those_of_before_are_refused(graph, tmp_path):
+    more = write(tmp_path / "more.tsv", MORE)
+    with pytest.raises(IngestError, match=r"--valid-fraction 0.2 and --test-fraction 0.9 leave nothing to train on"):
+        ingest_triples([more], options=IngestOptions(append_to=graph, test_fraction=0.9))
+    given = IngestOptions(out=tmp_path / "given")
+    ingest_triples(train=[tmp_path / "first.tsv"], options=given)
+    ingest_triples([more], options=IngestOptions(append_to=tmp_path / "given", test_fraction=0.96))  # and none to valid
 
 
 @pytest.mark.parametrize("where", ["absolute", "relative"])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ingest.errors import IngestError
-from ingest.place import _exchange, check_place, put_in_place, working_directory
+from ingest.place import check_place, exchange, put_in_place, working_directory
 
 
 def make(path, text):
@@ -46,7 +46,7 @@ def test_replacing_keeps_the_old_one_aside(tmp_path, monkeypatch, has_exchange):
     new, old = make(tmp_path / "new", "new"), make(tmp_path / "old", "old")
     if not has_exchange:
         monkeypatch.setattr("ingest.place.ctypes.CDLL", lambda *args, **kwargs: object())
-    _exchange(new, old)
+    exchange(new, old)
     assert (old / "manifest.json").read_text() == "new"
     assert (new / "manifest.json").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
