@@ -18,6 +18,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+LOCK = "lock"
+"""The file by which the directory of a run is known; held while the run trains."""
+
 
 class UserError(ValueError):
     """What a user can cause and mend, said in one line: the value, the bound, the remedy."""

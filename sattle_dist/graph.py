@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Graph:
     num_relations: int
     num_triples: dict[str, int]
     """Triples by split."""
+    _indexes: dict[str, QueryIndex] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: Path) -> Graph:
@@ -119,7 +120,17 @@ class Graph:
             )
 
     def index(self, split: str) -> QueryIndex:
-        """Map the grouped index of a split; nothing is read before it is touched."""
+        """Map the grouped index of a split, once; nothing is read before it is touched."""
+        if split not in self._indexes:
+            self._indexes[split] = self._map(split)
+        return self._indexes[split]
+
+    def hold(self) -> None:
+        """Map every index now: what is mapped stays, also where the graph is replaced or grown meanwhile."""
+        for split in SPLITS:
+            self.index(split)
+
+    def _map(self, split: str) -> QueryIndex:
         folder = self.path / "index" / f"split={split}"
         try:
             queries, offsets, targets = (

@@ -23,7 +23,7 @@ import torch
 
 from sattle_dist import checkpoint, teacher
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError, load_toml, to_toml
+from sattle_dist.config import LOCK, Config, ConfigError, load_toml, to_toml
 from sattle_dist.files import replacing
 from sattle_dist.graph import Graph, GraphError
 from sattle_dist.learner import Learner, Teachers
@@ -52,7 +52,7 @@ def prepare_run_dir(run_dir: Path, config: Config, graph: Graph) -> object:
             raise ConfigError(f"{run_dir} is a file; choose another --out for the run")
         if (run_dir / "manifest.json").exists():
             raise ConfigError(f"{run_dir} is a graph; choose another --out for the run")
-        if not checkpoints and not file.exists():
+        if not checkpoints and not (run_dir / LOCK).exists():
             require_no_results(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_run_dir(run_dir)
@@ -133,7 +133,7 @@ def graph_differences(facts: dict[str, Any], graph: Graph) -> str:
 
 def lock_run_dir(run_dir: Path) -> object:
     """Keep other runs out of the directory for as long as the returned object lives."""
-    lock = (run_dir / "lock").open("a")
+    lock = (run_dir / LOCK).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -224,6 +224,7 @@ def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "be
     """Open a trained run, to evaluate or predict; `which` is as for `read_run`. Every rank must call it."""
     folder, facts, config = read_run(run_dir, group, which)
     graph = open_graph(run_dir, config, facts)
+    graph.hold()
     learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
     checkpoint.load(learner, folder, with_optimizer=False, facts=facts)
     return learner, graph, config

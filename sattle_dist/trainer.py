@@ -63,6 +63,7 @@ class Trainer:
 
     def __init__(self, config: Config, graph: Graph, run_dir: Path, group: Group, device: torch.device) -> None:
         self.config, self.graph, self.run_dir, self.group = config, graph, run_dir, group
+        graph.hold()
         self.learner = Learner(config, graph.num_entities, graph.num_relations, group, device)
         self.batches = Batches(
             graph.index("train"),

@@ -14,7 +14,7 @@ from ingest.families import ensure_family_graph
 from ingest.progress import StageDisplay
 from sattle_dist.commands.errors import one_line_errors
 from sattle_dist.commands.options import setting_option
-from sattle_dist.config import Config, ConfigError, load_recipe, load_toml, recipe_names, settings
+from sattle_dist.config import LOCK, Config, ConfigError, load_recipe, load_toml, recipe_names, settings
 
 
 def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,6 +29,8 @@ def resolve_config(recipe: str | None, file: Path | None, given: dict[str, Any])
     config = load_recipe(recipe) if recipe else Config()
     if file:
         config = load_toml(file, config)
+        if file.name == "config.toml" and (file.parent / LOCK).exists():
+            config = config.override({"out": str(file.parent)}, str(file))  # its run may have been moved or copied
     return config.override(given, "command line")
 
 

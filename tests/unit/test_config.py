@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sattle_dist.commands.train import resolve_config
-from sattle_dist.config import Config, ConfigError, load_toml, recipe_names, settings, to_toml
+from sattle_dist.config import LOCK, Config, ConfigError, load_toml, recipe_names, settings, to_toml
 
 
 def test_layers_override_each_other(tmp_path: Path) -> None:
@@ -21,6 +21,16 @@ def test_layers_override_each_other(tmp_path: Path) -> None:
     assert config.eval.ties == "random"  # over the defaults
     assert config.train.learning_rate == 1.0
     assert isinstance(config.train.learning_rate, float)
+
+
+def test_a_run_that_was_moved_or_copied_goes_on_at_its_new_place(tmp_path: Path) -> None:
+    """And not where its config.toml says that it began: that may be the original of a copy."""
+    file = tmp_path / "config.toml"
+    file.write_text("[run]\nout = '/runs/original'\n")
+    assert resolve_config(None, file, {}).run.out == "/runs/original"  # a file that is in no run
+    (tmp_path / LOCK).touch()
+    assert resolve_config(None, file, {}).run.out == str(tmp_path)
+    assert resolve_config(None, file, {"out": "new"}).run.out == "new"
 
 
 def test_written_config_reads_back(tmp_path: Path) -> None:
