@@ -102,7 +102,9 @@ def find(run_dir: Path, which: str) -> Path:
 def others(run_dir: Path, refused: Path) -> str:
     """Offer the other checkpoints of a run to a user to whom one of them was refused."""
     names = [folder.name for folder in reversed(list_checkpoints(run_dir)) if folder != refused]
-    return f"`--checkpoint NAME` opens another: {', '.join(names)}" if names else "the run has no other checkpoint"
+    if not names:
+        return "the run has no other checkpoint"
+    return f"`--checkpoint NAME` of sattle eval, predict, export and report opens another: {', '.join(names)}"
 
 
 def local_tensors(learner: Learner, *, with_optimizer: bool) -> dict[str, Tensor]:

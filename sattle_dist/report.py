@@ -77,7 +77,7 @@ def header(results: Findings, name: str) -> str:
         f"{graph.num_triples['train']:,} training triples. {model.decoder}, d = {model.dim}, {model.num_heads} heads, "
         f"{results.config.train.loss} loss; {len(epochs)} epochs."
     )
-    count = f"Test split, filtered, {metrics['count']:,} facts ranked." if "count" in metrics else NOT_TESTED
+    count = f"Test split, filtered, {metrics['count']:,} queries ranked." if "count" in metrics else NOT_TESTED
     cells = "".join(f"<div class=tile><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
     date = f"{datetime.now():%Y-%m-%d %H:%M}"
     return (
@@ -146,7 +146,7 @@ def breakdown(results: Findings) -> str:
     return table(HEAD, rows) if rows else f"<p class=note>{NOT_TESTED}</p>"
 
 
-HEAD = ("", "facts", "MRR", "Hits@1", "Hits@3", "Hits@10", "")
+HEAD = ("", "queries", "MRR", "Hits@1", "Hits@3", "Hits@10", "")
 
 
 def figures_of(metrics: dict[str, Any]) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def relations(results: Findings) -> str:
         )
         for r in found
     ]
-    head = ("relation", "class", "facts", "MRR", "target asked", "source asked", "Hits@10", "")
+    head = ("relation", "class", "queries", "MRR", "target asked", "source asked", "Hits@10", "")
     html = table(head, rows[:SHOWN_RELATIONS])
     if others := rows[SHOWN_RELATIONS:MOST_RELATIONS]:
         html += f"<details><summary>{len(others)} more</summary>{table(head, others)}</details>"
@@ -193,14 +193,14 @@ def positions(results: Findings) -> str:
     total = sum(item.count for item in results.by_position)
 
     def tips(bins: Iterable[Bin], what: str) -> list[str]:
-        return [f"{what} {b.name}: {b.count:,} facts, MRR {b.mrr:.3f}" for b in bins]
+        return [f"{what} {b.name}: {b.count:,} queries, MRR {b.mrr:.3f}" for b in bins]
 
     histogram = bar_chart(
         "Positions of the true answers",
         [b.name for b in results.by_position],
         [100 * b.count / total for b in results.by_position],
         x_name="position",
-        y_name="% of facts",
+        y_name="% of queries",
         tips=tips(results.by_position, "position"),
     )
     degree = bar_chart(
@@ -214,7 +214,7 @@ def positions(results: Findings) -> str:
         texts=[number(b.count) for b in results.by_degree],
     )
     both = figure("Positions of the true answers", histogram)
-    both += figure("MRR by the degree of the answer (above: facts)", degree)
+    both += figure("MRR by the degree of the answer (above: queries)", degree)
     return f"<div class=grid>{both}</div>"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ class Named:
 def names(config: Config) -> list[str]:
     """List the teachers that a config names: runs and recipes."""
     whole = config.run.teacher
-    if not whole or Path(whole).is_dir():  # whose name may hold a comma
+    if not whole or os.path.isdir(whole):  # whose name may hold a comma
         return [whole] if whole else []
     given = [name.strip() for name in whole.split(",")]
     if not all(given):
@@ -115,6 +116,8 @@ def identify_teachers(config: Config, run_dir: Path, graph: Graph, *, begun: boo
     found = []
     for each in teachers:
         if begun or not each.own:
+            if each.own and not each.place.exists():
+                raise ConfigError(f"the teacher that this run has trained first, {each.place}, is gone; put it back")
             if not each.place.exists():
                 raise ConfigError(f"--teacher: there is no run at {each.place}, and no recipe {each.place.name!r}")
             folder = checkpoint.find(each.place, "best")

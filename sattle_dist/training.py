@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def start(config: Config) -> int:
             arguments,
             nproc,
             at_first=AT_FIRST,
-            hint=f"`sattle {' '.join(arguments)}` continues from the last checkpoint",
+            hint=f"`sattle {shlex.join(arguments)}` continues from the last checkpoint",
             saves=True,
             only_first=["--resume", config.run.resume],
             restarts=Restarts(config.run.max_restarts, where_it_goes_on),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sattle_dist.plan import Plan
 
 RUN_SETTINGS = ("device", "threads", "score_memory", "saving", "keep", "teacher")
+PROCESSES_A_CORE = 8  # that are started here to be timed, at most
 TRAIN_SETTINGS = ("loss", "batch_size", "hearsay", "settled_discount")
 
 
@@ -155,6 +156,7 @@ def plan_for(work: Workload, options: dict[str, Any], assumptions: list[str]) ->
     from sattle_dist.calibrate import calibrate
     from sattle_dist.memory import Devices, available_memory
     from sattle_dist.plan import DEFAULT_LATENCY, DEFAULT_LINK, given_speed, make_plan
+    from sattle_dist.runtime import num_cores
     from sattle_dist.units import COUNTS, SIZES, parse_number, size_text
 
     def figure(name: str, units: dict[str, int], example: str) -> float:
@@ -186,6 +188,11 @@ def plan_for(work: Workload, options: dict[str, Any], assumptions: list[str]) ->
         return make_plan(work, devices, speed, assumptions + assumed)
     if work.cuda and not own_cuda:
         raise ConfigError("--device cuda: there is no GPU here to be timed; give --device-flops")
+    if here and work.world_size > PROCESSES_A_CORE * num_cores():
+        raise ConfigError(
+            f"--devices {work.world_size:,} would start as many processes here, on {num_cores()} cores, to time them; "
+            f"at most {PROCESSES_A_CORE * num_cores()} are. Describe the devices with --device-memory or --device-flops"
+        )
     speed = calibrate(work, here=here)
     assumptions = [*assumptions, "speed was measured on this machine, just now"]
     if not here:

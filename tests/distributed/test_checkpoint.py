@@ -362,7 +362,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered_or_taken(pat
         damage = "epoch-00004 is damaged: the checksum of shard-00002.safetensors differs; "
         assert strict.endswith(damage + "`--resume epoch-00002` continues from the one before")
         assert "holds no checkpoint 'epoch-00003'; it holds epoch-00002, epoch-00004" in unknown
-        assert opened.endswith(damage + "`--checkpoint NAME` opens another: epoch-00002")
+        assert opened.endswith(
+            damage + "`--checkpoint NAME` of sattle eval, predict, export and report opens another: epoch-00002"
+        )
         assert b["first"] == (2, 0)  # auto went back
         assert equal(a, b)
         assert "epoch-00004 is damaged: state.json is missing; no whole checkpoint is left" in none

@@ -393,5 +393,5 @@ def test_the_command_trains_a_recipe_as_teacher(tmp_path: Path) -> None:
     with running(arguments, tmp_path) as command:
         code, errors = command.end()
     assert code == 2
-    assert str(run / "teacher-1") in errors
+    assert f"the teacher that this run has trained first, {run / 'teacher-1'}, is gone" in errors
     assert "Traceback" not in errors

@@ -190,6 +190,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--graph", "g", "--epochs", "9" * 400], "epochs must be at most"),
         (["train", "--graph", "x" * 300], "File name too long"),
         (["train", "--graph", "g", "--out", "x" * 300], "File name too long"),
+        (
+            ["train", "--graph", "g", "--teacher", "none," * 60 + "none"],
+            "none, and no recipe 'none'",
+        ),
         (["train", "--graph", "g", "--out", "own"], "was not written by a run and would be overwritten"),
         (["train", "--graph", "g", "--patience", "2", "--eval-every", "0"], "--eval-every must be at least 1"),
         (
@@ -203,6 +207,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--graph", "g", "--grow-from", "none", "--out", "grown"], "no run at"),
         (["train", "--graph", "g", "--teacher", "none", "--out", "taught"], "no run at"),
         (["train", "--graph", "g", "--teacher", "none", "--loss", "bce", "--out", "bce"], "--teacher goes with"),
+        (["plan", "g", "--devices", "20"], "--devices 20 would start as many processes here"),
         (["plan", "g", "--teacher", "none"], "none is no run: it has no readable config.toml"),
         (["plan", "g", "--teacher", "families,"], "has a comma without a run or recipe on both sides of it"),
         (["train", "--graph", "g", "--nproc", "21"], "21 processes cannot share 20 entities; use --nproc 20"),
