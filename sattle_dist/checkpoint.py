@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,27 @@ def load(
     tensors = local_tensors(learner, with_optimizer=with_optimizer)
     state = as_state(tensors, learner.sharding.num_entities, learner.group.world_size)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_torch_log():
             warnings.simplefilter("ignore")  # torch warns that this part of it may change
             load_distributed(state, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
     except (CheckpointException, OSError, ValueError, KeyError, AssertionError) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {reason_of(error)}") from None
     return facts
+
+
+@contextlib.contextmanager
+def without_torch_log() -> Iterator[None]:
+    """Keep torch from logging, with a traceback, what it raises besides: it does so as the root logger."""
+    root = logging.getLogger()
+
+    def is_from_elsewhere(record: logging.LogRecord) -> bool:
+        return record.module != "state_dict_loader"
+
+    root.addFilter(is_from_elsewhere)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_from_elsewhere)
 
 
 def reason_of(error: BaseException) -> str:

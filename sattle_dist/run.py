@@ -32,6 +32,7 @@ from sattle_dist.settled import Settled
 from sattle_dist.storage import CheckpointError, DamagedCheckpoint, read_facts
 
 TEST_RESULTS = ("test.json", "test_positions.parquet")
+MOST_TRIES = 5
 HEAD = "# The settings of this run, written by `sattle train`.\n"
 
 
@@ -221,8 +222,26 @@ def read_run(run_dir: Path, group: Group, which: str) -> tuple[Path, dict[str, A
 
 
 def open_run(run_dir: Path, group: Group, device: torch.device, which: str = "best") -> tuple[Learner, Graph, Config]:
-    """Open a trained run, to evaluate or predict; `which` is as for `read_run`. Every rank must call it."""
-    folder, facts, config = read_run(run_dir, group, which)
+    """Open a trained run, to evaluate or predict; `which` is as for `read_run`. Every rank must call it.
+
+    A run that still trains removes old checkpoints, perhaps the one that is being read: then it is asked again.
+    """
+    for _ in range(MOST_TRIES):
+        folder = choose_checkpoint(run_dir, which, group)
+        try:
+            return open_checkpoint(run_dir, folder.name, group, device)
+        except CheckpointError:
+            if group.share(folder.is_dir()):
+                raise
+    raise CheckpointError(
+        f"{run_dir} still trains, and has removed {MOST_TRIES} checkpoints while they were read, at last "
+        f"{folder.name}; wait for its end, or continue it with a larger --keep"
+    )
+
+
+def open_checkpoint(run_dir: Path, name: str, group: Group, device: torch.device) -> tuple[Learner, Graph, Config]:
+    """Open one checkpoint of a run. Every rank must call it."""
+    folder, facts, config = read_run(run_dir, group, name)
     graph = open_graph(run_dir, config, facts)
     graph.hold()
     learner = Learner(config, graph.num_entities, graph.num_relations, group, device)

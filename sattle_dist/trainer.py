@@ -32,6 +32,7 @@ from sattle_dist.saver import Saver
 from sattle_dist.schedule import learning_rate
 from sattle_dist.selection import best_record, is_exhausted
 from sattle_dist.stopping import Interrupted
+from sattle_dist.storage import DamagedCheckpoint
 
 REPORT_EVERY = 10  # steps; the loss is formed, and the device waited for, at these steps and at an epoch's last
 
@@ -239,13 +240,24 @@ class Trainer:
 
     def _take_best(self) -> tuple[str, int]:
         """Go back to the weights of the best epoch by validation MRR, for the test; give their checkpoint and epoch."""
+        history = self.history
         # Rank 0 looks: the best epoch's checkpoint may not have been written.
-        best = self.group.share(checkpoint.best_saved(self.run_dir, self.history))
-        if best and (best["epoch"], 0) != (self.epoch, self.step):
-            name = checkpoint.name_of(best["epoch"], 0)
-            checkpoint.load(self.learner, self.run_dir / "checkpoints" / name, with_optimizer=False)
-            self.progress.line(f"test is evaluated with the best epoch, {best['epoch']}")
-            return name, int(best["epoch"])
+        while best := self.group.share(checkpoint.best_saved(self.run_dir, history)):
+            epoch = int(best["epoch"])
+            if (epoch, 0) == (self.epoch, self.step):
+                break
+            name = checkpoint.name_of(epoch, 0)
+            folder = self.run_dir / "checkpoints" / name
+            try:
+                checkpoint.load(self.learner, folder, with_optimizer=False)
+            except DamagedCheckpoint as error:  # before anything of it was taken
+                history = [record for record in history if record["epoch"] != epoch]
+                if self.group.rank == 0:
+                    show(f"warning: {error}; it is set aside, and the best of the others is tested", err=True)
+                    checkpoint.set_aside([folder])
+                continue
+            self.progress.line(f"test is evaluated with the best epoch, {epoch}")
+            return name, epoch
         return checkpoint.name_of(self.epoch, self.step), self.epoch
 
     def _last_checkpoint(self) -> str:

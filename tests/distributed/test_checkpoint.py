@@ -15,6 +15,7 @@ import struct
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -369,6 +370,60 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered_or_taken(pat
         assert equal(a, b)
         assert "epoch-00004 is damaged: state.json is missing; no whole checkpoint is left" in none
     assert (tmp_path / "run" / "checkpoints" / "epoch-00004.aside").is_dir()
+
+
+def take_damaged_best(group: Group, path: Path, run_dir: Path) -> tuple[tuple[str, int], bool, str]:
+    """Train four epochs, the second by far the best and then the third; damage the second, and take the best."""
+    trainer = make_trainer(group, path, run_dir, config_for(eval_every=1, save_every=1, keep=9))
+    trainer.run()
+    for record in trainer.history:
+        record["valid"]["mrr"] = {2: 0.9, 3: 0.8}.get(record["epoch"], 0.1)
+    trainer.epoch = EPOCHS + 1  # the weights at hand are no epoch's
+    trainer.learner.table.rows.data.fill_(7)
+    if group.rank == 0:
+        flip(run_dir / "checkpoints" / "epoch-00002" / "shard-00002.safetensors")
+    group.barrier()
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        taken = trainer._take_best()
+    rows = trainer.learner.table.rows.detach().clone()
+    checkpoint.load(trainer.learner, run_dir / "checkpoints" / "epoch-00003", with_optimizer=False)
+    return taken, torch.equal(rows, trainer.learner.table.rows), stream.getvalue()
+
+
+def test_a_damaged_best_checkpoint_leaves_the_next_best_to_be_tested(path: Path, tmp_path: Path) -> None:
+    for rank, (taken, same, warned) in enumerate(run_processes(2, take_damaged_best, path, tmp_path / "run")):
+        assert taken == ("epoch-00003", 3)
+        assert same
+        assert rank or "epoch-00002 is damaged: the checksum of shard-00002.safetensors differs; it is set " in warned
+    assert (tmp_path / "run" / "checkpoints" / "epoch-00002.aside").is_dir()
+
+
+def open_while_it_trains(group: Group, path: Path, run_dir: Path, step: str) -> tuple[bool, str]:
+    """Open the newest checkpoint, which is removed before a step of that."""
+    make_trainer(group, path, run_dir, config_for(save_every=1, keep=9)).run()
+    function, folder = getattr(checkpoint, step), run_dir / "checkpoints"
+
+    def removed_before(*arguments: Any, **more: Any) -> Any:
+        if group.rank == 0 and (folder / "epoch-00004").exists():
+            shutil.rmtree(folder / "epoch-00004")
+        group.barrier()
+        return function(*arguments, **more)
+
+    if group.rank == 0:
+        (run_dir / "config.toml").write_text(f"[run]\ngraph = '{path}'\n")
+    group.barrier()
+    with mock.patch.object(checkpoint, step, removed_before), contextlib.redirect_stderr(io.StringIO()) as stream:
+        opened, _, _ = open_run(run_dir, group, CPU, which="latest")
+    rows = opened.table.rows.detach().clone()
+    checkpoint.load(opened, folder / "epoch-00003", with_optimizer=False)
+    return torch.equal(rows, opened.table.rows), stream.getvalue()
+
+
+@pytest.mark.parametrize("step", ["verify", "load"])
+def test_a_checkpoint_that_training_removes_meanwhile_gives_way_to_the_next(
+    step: str, path: Path, tmp_path: Path
+) -> None:
+    assert run_processes(2, open_while_it_trains, path, tmp_path / "run", step) == [(True, "")] * 2
 
 
 def train_on_full_disk(group: Group, path: Path, run_dir: Path) -> tuple[str, int, str]:
