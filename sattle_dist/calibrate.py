@@ -118,7 +118,7 @@ def table_sizes(work: Workload) -> tuple[int, int]:
     scored = min(work.num_scored, MOST_QUERIES)
     affordable = min(MOST_STATE / (4 * FLOAT * (work.dim + 1)), MOST_FLOPS / (8 * scored * work.dim))
     if work.config.train.loss not in SOFTMAXES or work.keeps_scores:
-        most = min(work.num_rows, max(64, int(affordable)))
+        most = max(2, min(work.num_rows, max(64, int(affordable))))  # two different sizes, of any graph
         return max(1, most // 4), most
     fewest = 2 * calibration_budget(work) // (FLOAT * scored)  # twice what is kept
     return fewest, max(4 * fewest, int(affordable))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
     require_teachable(config)
     require_discountable(config)
     counts = {name: options[name] for name in ("entities", "relations", "triples", "queries") if options[name]}
-    assumptions = []
+    assumptions, given = [], dict(counts)
     if graph is None and not counts and config.run.graph:
         graph = Path(config.run.graph)
     if graph is not None:
@@ -128,8 +129,9 @@ def workload(graph: Path | None, options: dict[str, Any], devices: int, config: 
         num_evaluated=num_evaluated,
         teachers=teacher_models(config),
     )
+    sizes_again = shlex.quote(str(graph)) if graph else " ".join(f"--{name} {value}" for name, value in given.items())
     assumptions += [
-        f"the teacher {name} is trained before; `sattle plan --recipe {name}` plans that"
+        f"the teacher {name} is trained before; `sattle plan {sizes_again} --recipe {name}` plans that"
         for name in dict.fromkeys(names(config))
         if name in recipe_names()
     ]

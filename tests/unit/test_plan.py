@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,20 @@ def test_the_score_buffer_is_among_the_remedies() -> None:
 def test_the_graph_may_stand_in_the_config(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f"[run]\ngraph = '{ensure_family_graph()}'\n")
     assert "812 entities" in invoke("--config", str(tmp_path / "c.toml"), *GPU).output
+
+
+@pytest.mark.parametrize("sizes", [[str(ensure_family_graph())], COUNTED], ids=["graph", "counts"])
+def test_teachers_are_planned_by_the_command_that_is_told(sizes: list[str]) -> None:
+    said = invoke(*sizes, *GPU, "--recipe", "fb15k237-twomult-64-fast").output
+    commands = re.findall(r"`sattle plan (.*)` plans that", said)
+    assert len(commands) == 2
+    for command in commands:
+        assert invoke(*shlex.split(command), *GPU).exit_code == 0
+
+
+def test_the_smallest_graph_is_planned() -> None:
+    result = invoke("--entities", "1", "--relations", "1", "--triples", "1", "--threads", "1", "--dim", "8")
+    assert result.exit_code == 0, result.output
 
 
 def test_rounded_scores_are_counted_on_a_gpu() -> None:
