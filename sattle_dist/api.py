@@ -19,12 +19,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from sattle_dist.bulk import BulkReport, predict_file
 from sattle_dist.collectives import Group
-from sattle_dist.config import Config, ConfigError, RunConfig
+from sattle_dist.config import Config, ConfigError
 from sattle_dist.graph import Graph
 from sattle_dist.labels import Labels
 from sattle_dist.learner import Learner
@@ -42,11 +43,15 @@ def load_run(path: str | Path, *, device: str = "auto", checkpoint: str = "best"
     and left alone. Elsewhere one of this process alone is made to read the checkpoint, and taken apart again; in a
     program that torchrun started, one of its processes is made and stays. Every rank must call it.
     """
+    settings = {"device": device, "threads": torch.get_num_threads()}
+    config = Config().override(settings, "load_run").run
+    if not isinstance(checkpoint, str):
+        raise ConfigError(f"checkpoint must be 'best', 'latest' or the name of one, got {checkpoint!r}")
     if dist.is_initialized():
         chosen = choose_device(device, Place.from_environment())
         require_backends(chosen)
         return Run(*open_run(Path(path), Group(), chosen, checkpoint))
-    with joined(RunConfig(device=device, threads=torch.get_num_threads())) as (group, chosen):
+    with joined(config) as (group, chosen):
         return Run(*open_run(Path(path), group, chosen, checkpoint))
 
 
@@ -132,7 +137,8 @@ class Run:
         """Give the embeddings [n, dim] of entities, in their order."""
         if isinstance(entities, str):
             raise ConfigError(f"vectors takes a list of labels, got the single label {entities!r}; use vector")
-        ids = self._labels.find_all(list(entities), "entities")
+        labels = entities.to_pylist() if isinstance(entities, pa.Array | pa.ChunkedArray) else list(entities)
+        ids = self._labels.find_all(labels, "entities")
         if not len(ids):
             return np.empty((0, self.config.model.dim), np.float32)
         vectors: Floats = fetch_rows(self._learner, ids).cpu().numpy()
@@ -146,5 +152,7 @@ class Run:
 
 
 def _at_least_one(top: int) -> None:
+    if not isinstance(top, int | np.integer) or isinstance(top, bool):
+        raise ConfigError(f"top must be a whole number, got {top!r}")
     if top < 1:
         raise ConfigError(f"top must be at least 1, got {top}")

@@ -198,7 +198,7 @@ def describe_unknown(graph: Graph, file: Path, first: tuple[object, ...], skippe
     assert isinstance(query, int)
     return (
         f"{skipped:,} of {total:,} queries in {file} name what the graph does not hold, first query {query + 1}: "
-        f"{Labels(graph).unknown(unknown, table)} Mend them, or leave them out with --skip-unknown"
+        f"{Labels(graph).unknown(unknown, table)} (mend them, or leave them out with --skip-unknown)"
     )
 
 

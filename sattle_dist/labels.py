@@ -41,6 +41,8 @@ class Labels:
 
     def find_all(self, wanted: Sequence[str], table: str) -> Int64s:
         """Give the id of each label, or raise UnknownLabel for the first that is none."""
+        if odd := [label for label in wanted if not isinstance(label, str)]:
+            raise UnknownLabel(f"a label is a str, got {odd[0]!r} of type {type(odd[0]).__name__}")
         try:
             self.connection.register("wanted", pa.table({"label": pa.array(wanted, pa.string())}))
         except UnicodeEncodeError as error:

@@ -173,6 +173,7 @@ def test_vectors(run: Run) -> None:
     both[0] *= 100  # the caller's own, not the model's
     assert (run.relation_vector("mother_of") == before).all()
     assert (run.vectors(label for label in labels) == vectors).all()
+    assert (run.vectors(pa.array(labels)) == vectors).all()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,12 @@ def test_api_refuses_what_it_cannot_mean(run: Run, families_run: Path) -> None:
         (lambda: run.predict(relation="mother_of"), "give a source or a target"),
         (lambda: run.predict(relation="mother_of", source="iris_baker", top=0), "top must be at least 1, got 0"),
         (lambda: run.propose(relation="mother_of", sources="some"), "sources must be one of seen, all, got 'some'"),
+        (lambda: run.predict(relation="mother_of", source="iris_baker", top=2.5), "top must be a whole number"),
+        (lambda: run.predict(relation="mother_of", source=b"iris_baker"), "a label is a str, got b'iris_baker'"),
         (lambda: run.vectors("iris_baker"), "takes a list of labels"),
+        (lambda: run.vectors([3]), "a label is a str, got 3 of type int"),
+        (lambda: load_run(families_run / "run", device="cpu:0"), "device must be one of"),
+        (lambda: load_run(families_run / "run", checkpoint=None), "checkpoint must be 'best'"),
         (lambda: load_run(families_run / "nothing"), "no run at"),
     ):
         with pytest.raises(ValueError, match=message):
