@@ -255,6 +255,7 @@ class Trainer:
                 if self.group.rank == 0:
                     show(f"warning: {error}; it is set aside, and the best of the others is tested", err=True)
                     checkpoint.set_aside([folder])
+                    checkpoint.tidy(self.run_dir, self.config.run.keep, history)  # `best` points elsewhere now
                 continue
             self.progress.line(f"test is evaluated with the best epoch, {epoch}")
             return name, epoch

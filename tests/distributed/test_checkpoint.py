@@ -396,6 +396,7 @@ def test_a_damaged_best_checkpoint_leaves_the_next_best_to_be_tested(path: Path,
         assert same
         assert rank or "epoch-00002 is damaged: the checksum of shard-00002.safetensors differs; it is set " in warned
     assert (tmp_path / "run" / "checkpoints" / "epoch-00002.aside").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "best").readlink() == Path("epoch-00003")
 
 
 def open_while_it_trains(group: Group, path: Path, run_dir: Path, step: str) -> tuple[bool, str]:
